@@ -47,7 +47,7 @@ class Role(str, Enum):
 
 
 class Tier(str, Enum):
-    """Where a replica of a block lies."""
+    """Where a replica of a block lies, the nearest place first."""
 
     HBM = "hbm"
     DRAM = "dram"
@@ -59,6 +59,14 @@ class Tier(str, Enum):
     def is_below_dram(self) -> bool:
         """True if a pool node has to load blocks from here before they are read."""
         return self in (Tier.SSD, Tier.OBJECT)
+
+    @property
+    def nearness(self) -> int:
+        """The place in the order of the tiers; 0 is the nearest."""
+        return _TIERS.index(self)
+
+
+_TIERS = tuple(Tier)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -526,6 +534,8 @@ class BlockSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     stop: int
     others: list[WorkerRef] = []
     """Pool nodes that hold this run or its beginning. Ask them when `store` fails."""
+    tier: Tier = Tier.DRAM
+    """The nearest tier in which `store` had these blocks when they were chosen."""
 
 
 class Reserved(Message, frozen=True, tag="reserved"):

@@ -147,8 +147,14 @@ def _show_choice(choice: dict[str, Any], console: Console) -> None:
         "for the prompt", "first token", "queue", "fetch", "compute", "reused tokens"
     )
     for each in choice["prefill"]:
-        seconds = (each[name] for name in ("ttft_s", "queue_s", "fetch_s", "compute_s"))
-        table.add_row(_worker(each), *map(_seconds, seconds), str(each["num_cached_tokens"]))
+        first_s, queue_s, fetch_s, compute_s = (
+            _seconds(each[name]) for name in ("ttft_s", "queue_s", "fetch_s", "compute_s")
+        )
+        if each["fetch_blocks"]:
+            fetch_s += f", blocks: {_parts(each['fetch_blocks'])}"
+        table.add_row(
+            _worker(each), first_s, queue_s, fetch_s, compute_s, str(each["num_cached_tokens"])
+        )
     console.print(table)
     table = plain_table("for decoding", "a token every", "push", "room")
     for each in choice["decode"]:

@@ -462,6 +462,11 @@ class BandwidthEstimate:
         self._seconds = self._seconds * keep + seconds
         self._bytes = self._bytes * keep + num_bytes
 
+    def at_least(self, bytes_per_s: float) -> None:
+        """Forget what was learned if it is slower than this, and guess this again."""
+        if self.bytes_per_s < bytes_per_s:
+            self._seconds, self._bytes = 1.0, bytes_per_s
+
     def seconds(self, num_bytes: float) -> float:
         """Return the predicted seconds; 0 when there are no bytes to move."""
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes > 0 else 0.0

@@ -100,6 +100,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """First guess of the bandwidth from the pool of the worker's own node."""
     remote_bytes_per_s: float = 1e9
     """First guess of the bandwidth from another node's pool."""
+    ssd_bytes_per_s: float = 6e9
+    """First guess of the bandwidth with which a pool node loads blocks from its disks."""
+    object_bytes_per_s: float = 4e9
+    """The same for its bucket. Both are high: one read shows that a tier is slower, but one that is
+    taken to be slower than computing is not read.
+    """
     fetch_latency_s: float = 0.002
     """Latency of any fetch, whatever its size."""
     expected_output_tokens: float = 256.0
@@ -162,6 +168,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 _POSITIVE = (
     "ttft_slo_s", "tbt_slo_s", "max_inflight", "max_queue", "max_attempts", "heartbeat_timeout_s",
     "stall_timeout_s", "gap_timeout_s", "local_bytes_per_s", "remote_bytes_per_s",
+    "ssd_bytes_per_s", "object_bytes_per_s",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "replace_wait_s", "whole_on_decode_max_tokens", "fetch_latency_s", "expected_output_tokens",

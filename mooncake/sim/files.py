@@ -64,7 +64,7 @@ class ReplayFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     receipt: str
     placements: list[ReplayEntry]
-    version: Literal[1]
+    version: Literal[2]
 
 
 def read_bundle(name: str) -> ReplayFile:

@@ -315,6 +315,8 @@ class Simulation:
             config.scheduler,
             local_bytes_per_s=dram / copies,
             remote_bytes_per_s=min(link, dram) / copies,
+            ssd_bytes_per_s=config.ssd_bytes_per_s,
+            object_bytes_per_s=config.object_bytes_per_s,
             max_inflight=max(config.scheduler.max_inflight, 1 << 16),
         )
         chunk = engines[Role.DECODE].max_chunk_tokens

@@ -30,6 +30,8 @@ class PrefillEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the prompt that it would reuse."""
     num_fetch_blocks: int
     """Blocks with some of these tokens that it would fetch from pools."""
+    fetch_blocks: dict[str, int]
+    """The same by the tier in which the pools have them."""
 
 
 class DecodeEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,4 +177,4 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     receipt: str
     """The name of its receipt."""
     placements: list[BundleEntry]
-    version: int = 1
+    version: int = 2

@@ -32,8 +32,18 @@ class HeapClock:
 class Asked:
     """A simulated cluster that keeps receipts."""
 
-    def __init__(self, num_prefill: int, num_decode: int) -> None:
-        self.cluster = Cluster(specs(num_prefill, num_decode), scheduler=EAGER, restart_s=None)
+    def __init__(
+        self,
+        num_prefill: int,
+        num_decode: int,
+        *,
+        ssd_blocks: int = 0,
+        restart_s: float | None = None,
+    ) -> None:
+        self.cluster = Cluster(
+            specs(num_prefill, num_decode), scheduler=EAGER, ssd_blocks=ssd_blocks,
+            restart_s=restart_s,
+        )  # fmt: skip
         for host in self.cluster.world.gateway_hosts.values():
             host.conductor.keeps_facts = True
         self.receipts = Receipts(8, HeapClock(self.cluster.world.heap))
@@ -97,6 +107,26 @@ def test_the_receipt_of_a_call_with_a_prefix_in_a_pool() -> None:
     assert steps["fetch"].facts["from"] == f"kvstore-{computed_by}"
     assert int(steps["fetch"].facts["bytes"]) > 0
     assert steps["decode"].worker == attempt.decode
+    asked.cluster.check_quiet()
+
+
+def test_a_receipt_names_the_tier_of_what_is_fetched_and_is_replayed_with_it() -> None:
+    asked = Asked(1, 1, ssd_blocks=100, restart_s=1.0)
+    asked.submit("first", PROMPT)
+    asked.run(5)
+    for name in ("prefill-0", "kvstore-prefill-0"):
+        asked.cluster.world.kill(name)
+    asked.run(5)
+    asked.submit("second", [*PROMPT, 5, 6, 7])
+    asked.run(5)
+    sequence = asked.told("second")
+    [attempt] = sequence.attempts
+    assert attempt.choice is not None
+    [estimate] = attempt.choice.prefill
+    assert estimate.fetch_blocks == {"ssd": attempt.num_fetch_blocks}
+    assert estimate.fetch_s > 0
+    assert sequence.cache is not None
+    assert sequence.cache.hits.ssd == attempt.num_predicted_cached_tokens > 0
     asked.cluster.check_quiet()
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,8 @@ from mooncake.kvstore.index.key_table import KeyTable, words_of
 
 LOOK_FIRST = 128
 """Keys looked up before the rest. For most new prompts no worker has even these."""
+Runs = list[tuple[int, int]]
+"""(stop, holders) for each run of keys with the same holders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,10 @@ class Region:
 class PrefixMatch:
     """Looks up the holders of a chain, as far as they are needed."""
 
-    def __init__(self, index: PrefixIndex, keys: Sequence[BlockKey]) -> None:
-        self._source = index
+    def __init__(
+        self, runs_of: Callable[[Sequence[BlockKey]], Runs], keys: Sequence[BlockKey]
+    ) -> None:
+        self._runs_of = runs_of
         self._keys = keys
         self._stops: list[int] = []
         self._masks: list[int] = []
@@ -70,7 +74,7 @@ class PrefixMatch:
         return region
 
     def runs(self, first: int, among: int) -> Iterator[tuple[int, int]]:
-        """Yield (stop, workers) for the workers of the mask `among` that hold the blocks
+        """Yield (stop, holders) for the holders in the mask `among` that have the blocks
         [first, stop) and not the next; the longest run first.
         """
         region = self.region(first)
@@ -90,7 +94,7 @@ class PrefixMatch:
         yield from reversed(ended)
 
     def run_of(self, first: int, bits: int) -> int:
-        """Return where the run ends that begins at `first` and that the workers in `bits` hold
+        """Return where the run ends that begins at `first` and that the holders in `bits` have
         together.
         """
         region = self.region(first)
@@ -103,11 +107,11 @@ class PrefixMatch:
         return stop
 
     def looked_up(self) -> tuple[tuple[int, int], ...]:
-        """Return (stop, workers) of all keys that were looked up so far, as `holders` does."""
+        """Return (stop, holders) of all keys that were looked up so far, as `holders` does."""
         return tuple(zip(self._stops, self._masks, strict=True))
 
     def holders(self, count: int) -> Iterator[tuple[int, int]]:
-        """Yield (stop, workers) for runs of keys that the same workers hold, up to the key with the
+        """Yield (stop, holders) for runs of keys that have the same holders, up to the key with the
         number `count`; 0 for blocks that no worker holds.
         """
         self._look_up(count)
@@ -138,7 +142,7 @@ class PrefixMatch:
         if known >= min(count, len(self._keys)):
             return
         stop = LOOK_FIRST if count <= LOOK_FIRST else len(self._keys)
-        for end, mask in self._source.live_runs(self._keys[known:stop]):
+        for end, mask in self._runs_of(self._keys[known:stop]):
             self._stops.append(known + end)
             self._masks.append(mask)
 
@@ -152,7 +156,7 @@ MANY_CHANGED = 256
 
 SWEEP_SETS = 2_048
 """Sets of holders that one `apply` clears of lost workers, in about a millisecond."""
-_MAX_FOLDED = 1 << 16
+_MAX_NEAREST = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +202,11 @@ class PrefixIndex:
         self._sweeping = 0
         self.generation = 0
         """Changes whenever slots get other owners. What was derived from slots is then outdated."""
-        self._folded: dict[int, int] = {}
-        """Masks of all tiers -> with those of a worker in one bit."""
-        self._folded_for = -1
-        self._names: tuple[str, ...] = ()
-        self._names_for = -1
+        self._nearest: dict[int, int] = {}
+        """Masks of all tiers -> with the nearest tier of each worker alone."""
+        self._nearest_for = -1
+        self._owners: tuple[Replica | None, ...] = ()
+        self._owners_for = -1
 
     # ------------------------------------------------------------------ workers
 
@@ -342,7 +346,7 @@ class PrefixIndex:
         came, went = self._recent.changes[self._recent.get_one(key)]
         return (self._sets.masks[self._table.get_one(key)] | came) & ~went
 
-    def runs(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
+    def runs(self, keys: Sequence[BlockKey]) -> Runs:
         """Return (stop, mask) for runs of `keys` that have the same holders: fast for chains."""
         words = words_of(keys)
         changed = self._recent.may_have(words)
@@ -367,15 +371,15 @@ class PrefixIndex:
         """
         return {
             self.worker_at(slot).worker_id: length
-            for length, mask in self.prefix_match(keys).runs(0, -1)
+            for length, mask in PrefixMatch(self._worker_runs, keys).runs(0, -1)
             for slot in slots_of(mask)
         }
 
     def prefix_match(self, keys: Sequence[BlockKey]) -> PrefixMatch:
-        """Return which workers hold which stretch of a chain. It is valid until the next block
-        event.
+        """Return which holders have which stretch of a chain, as `live_runs` does. It is valid
+        until the next block event.
         """
-        return PrefixMatch(self, keys)
+        return PrefixMatch(self.live_runs, keys)
 
     def removed_end(self, keys: Sequence[BlockKey], first: int) -> int:
         """Return where a stretch of recently removed keys ends that begins at the key with the
@@ -384,20 +388,35 @@ class PrefixIndex:
         """
         return self._removed.end(keys, first)
 
-    def live_runs(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
-        """Return (stop, workers) for runs of `keys` that the same workers hold, with one bit for
-        each worker; 0 for blocks that no worker holds.
+    def live_runs(self, keys: Sequence[BlockKey]) -> Runs:
+        """Return (stop, holders) for runs of `keys` that have the same holders; 0 for blocks that
+        no worker holds. Each worker has one bit: the slot of the nearest tier in which it has the
+        block.
         """
-        num_used = len(self._slots) - len(self._free_slots) - self._dead.bit_count()
-        if num_used > len(self._streams):  # some worker reports several tiers
-            return [(stop, self._fold_live(mask)) for stop, mask in self.runs(keys)]
+        if self._has_tiers:
+            return [(stop, self._nearest_of(mask)) for stop, mask in self.runs(keys)]
         live = self._live
         return [(stop, mask & live) for stop, mask in self.runs(keys)]
+
+    def _worker_runs(self, keys: Sequence[BlockKey]) -> Runs:
+        """Return the same, with the slot of a worker's first tier for every tier."""
+        runs = self.live_runs(keys)
+        return [(stop, self._workers_of(mask)) for stop, mask in runs] if self._has_tiers else runs
+
+    @property
+    def _has_tiers(self) -> bool:
+        """Whether some worker reports several tiers."""
+        num_used = len(self._slots) - len(self._free_slots) - self._dead.bit_count()
+        return num_used > len(self._streams)
 
     def slot_of(self, worker_id: str) -> int | None:
         """Return the slot that stands for a worker: the slot of its first tier; None if unknown."""
         tiers = self._streams.get(worker_id)
         return next(iter(tiers.values())).slot if tiers else None
+
+    def tier_slots(self, worker_id: str) -> dict[Tier, int]:
+        """Return the slot of each tier that a worker has reported, the first one first."""
+        return {tier: stream.slot for tier, stream in self._streams.get(worker_id, {}).items()}
 
     def worker_at(self, slot: int) -> WorkerRef:
         """Return the worker of a live slot."""
@@ -407,14 +426,17 @@ class PrefixIndex:
         return stream.worker
 
     @property
-    def worker_names(self) -> tuple[str, ...]:
-        """Worker ids by slot; empty for one of no live worker. The same object until slots change
-        hands.
+    def owners(self) -> tuple[Replica | None, ...]:
+        """The worker and the tier of each slot; None: it has no live worker. The same object until
+        slots change hands.
         """
-        if self._names_for != self.generation:
-            self._names_for = self.generation
-            self._names = tuple(s.worker.worker_id if s is not None else "" for s in self._slots)
-        return self._names
+        if self._owners_for != self.generation:
+            self._owners_for = self.generation
+            self._owners = tuple(
+                None if stream is None else Replica(stream.worker, stream.tier)
+                for stream in self._slots
+            )
+        return self._owners
 
     def replicas(self, key: BlockKey) -> list[Replica]:
         """Return all copies of `key` that known workers hold, in slot order."""
@@ -439,17 +461,28 @@ class PrefixIndex:
             raise KeyError(slot)
         return next(iter(self._streams[stream.worker.worker_id].values())).slot
 
-    def _fold_live(self, mask: int) -> int:
-        """Return a mask with the tiers of a worker folded into one bit."""
-        if self.generation != self._folded_for or len(self._folded) > _MAX_FOLDED:
-            self._folded, self._folded_for = {}, self.generation
-        folded = self._folded.get(mask)
-        if folded is None:
-            folded = 0
-            for slot in slots_of(mask & self._live):
-                folded |= 1 << self._primary_slot(slot)
-            self._folded[mask] = folded
-        return folded
+    def _workers_of(self, mask: int) -> int:
+        """Return a mask with the slots of the first tiers in place of all slots."""
+        found = 0
+        for slot in slots_of(mask):
+            found |= 1 << self._primary_slot(slot)
+        return found
+
+    def _nearest_of(self, mask: int) -> int:
+        """Return a mask without dead slots, and with the nearest tier of each worker alone."""
+        if self.generation != self._nearest_for or len(self._nearest) > _MAX_NEAREST:
+            self._nearest, self._nearest_for = {}, self.generation
+        nearest = self._nearest.get(mask)
+        if nearest is None:
+            nearest = live = mask & self._live
+            for slot in slots_of(live):
+                stream = self._slots[slot]
+                assert stream is not None, "a live slot of nobody"
+                for tier, other in self._streams[stream.worker.worker_id].items():
+                    if tier.nearness > stream.tier.nearness:
+                        nearest &= ~(1 << other.slot)
+            self._nearest[mask] = nearest
+        return nearest
 
     def check_integrity(self) -> None:
         """Raise AssertionError when slots or masks contradict each other."""

@@ -132,6 +132,7 @@ COUNTERS = {
     "ssd_blocks_torn": "slots of the disks that held no valid block at the start",
     "ssd_blocks_written": "blocks written to a disk",
     "ssd_blocks_read": "blocks read from a disk",
+    "ssd_read_seconds": "seconds in which blocks were being read from the disks",
     "ssd_blocks_evicted": "blocks on a disk overwritten by others",
     "ssd_blocks_too_late": "blocks evicted from DRAM before their turn to be written to a disk",
     "ssd_blocks_corrupt": "blocks read from a disk with other contents than were written",
@@ -141,6 +142,7 @@ COUNTERS = {
     "object_blocks_found": "blocks that listings of the bucket showed",
     "object_blocks_written": "blocks written to the bucket",
     "object_blocks_read": "blocks read from the bucket",
+    "object_read_seconds": "seconds in which blocks were being read from the bucket",
     "object_blocks_evicted": "blocks in the bucket that this node uses no more; others may",
     "object_blocks_too_late": "blocks evicted from DRAM before their turn to be written to the "
     "bucket",

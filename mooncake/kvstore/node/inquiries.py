@@ -62,7 +62,9 @@ class Inquiries:
     def load(self) -> WorkerLoad:
         """Return the load that the gateways are told."""
         own, of_channel = self._ports.counters, self._channel.figures()
-        counters: dict[str, float] = {**own, **self._ports.transfer.counters(), **of_channel}
+        counters: dict[str, float] = {
+            **own, **self._tiering.read_seconds, **self._ports.transfer.counters(), **of_channel
+        }  # fmt: skip
         # The channel refuses messages, and this node questions over the data connection.
         both = "messages_refused"
         counters[both] = own.get(both, 0) + of_channel.get(both, 0)

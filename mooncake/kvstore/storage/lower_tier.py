@@ -171,6 +171,10 @@ class LowerTier:
         """The operations under way, by their ids."""
         self._num_writing = 0
         self._num_loading = 0
+        self.read_s = 0.0
+        """For how long blocks were being loaded, one or many at a time."""
+        self._reading_since_s = 0.0
+        """While blocks are being loaded: the time up to which `read_s` counts."""
         self._num_refused = 0
         """Number of due blocks in a row for which no disk had room."""
         self._rests_until_s = -math.inf
@@ -374,10 +378,12 @@ class LowerTier:
         """Return whether a block lies here, and may be read now."""
         return self.places.has(key) and not self._rests
 
-    def load(self, keys: Sequence[BlockKey]) -> None:
+    def load(self, keys: Sequence[BlockKey], now: float) -> None:
         """Begin to load blocks that `can_load` into the memory that DRAM has reserved for them. The
         `Loaded` callback is told the result.
         """
+        if not self._num_loading:
+            self._reading_since_s = now
         for group in self._neighbours(keys):
             for key in group:
                 self.places.hold(key)
@@ -388,6 +394,8 @@ class LowerTier:
 
     def _load_ended(self, load: _Load, done: DiskDone, now: float) -> None:
         self._num_loading -= len(load.keys)
+        self.read_s += now - self._reading_since_s
+        self._reading_since_s = now
         self.places.release(load.keys)
         whole: list[BlockKey] = []
         lost: list[BlockKey] = []

@@ -104,7 +104,7 @@ class Promotions:
         self._waits[name] = wait
         for key in below:
             self._waiting_for.setdefault(key, {})[name] = None
-        self._load(name, wait)
+        self._load(name, wait, now)
         if not wait.missing:
             self._forget(name, wait)
             return wait.more
@@ -115,7 +115,7 @@ class Promotions:
         wait = self._waits.get(name)
         if wait is not None:
             self._forget(name, wait)
-            self._settle_whole(self._next_in_queue(), now)
+            self._settle_whole(self._next_in_queue(now), now)
 
     def on_loaded(self, whole: list[BlockKey], lost: list[BlockKey], now: float) -> None:
         """Note that some blocks were loaded and others are lost. A run ends before a lost block."""
@@ -133,14 +133,14 @@ class Promotions:
                 wait.more = False
                 touched[name] = None
         self._settle_whole(touched, now)
-        self._settle_whole(self._next_in_queue(), now)
+        self._settle_whole(self._next_in_queue(now), now)
 
     def tick(self, now: float) -> float | None:
         """Answer the runs whose time is up with what has come. Return the next deadline."""
         for name in [n for n, wait in self._waits.items() if wait.deadline_s <= now]:
             self._waits[name].more = False
             self._settle(name, now)
-        self._settle_whole(self._next_in_queue(), now)
+        self._settle_whole(self._next_in_queue(now), now)
         return min((wait.deadline_s for wait in self._waits.values()), default=None)
 
     # ------------------------------------------------------------------ pieces
@@ -158,13 +158,13 @@ class Promotions:
             run.append(key)
         return run, below
 
-    def _load(self, name: Hashable, wait: _Wait) -> None:
+    def _load(self, name: Hashable, wait: _Wait, now: float) -> None:
         """Begin to load the missing blocks of a run that are not loading yet, as far as the disks
         keep up. The run ends before a block for which DRAM has no room: its reader first gives back
         what it got. A reader that would get nothing waits for what others give back.
         """
         turn = self._turn(wait, self._wanted(wait))
-        coming, evicted = self._tiering.load(turn, gently=wait.gently)
+        coming, evicted = self._tiering.load(turn, now, gently=wait.gently)
         self._evicted(evicted)
         first = self._first(wait)
         if first is None:
@@ -175,7 +175,7 @@ class Promotions:
                 self._cut(name, wait, length)
                 wait.more = length > 0
             else:
-                self._wait_for_memory(name, wait)
+                self._wait_for_memory(name, wait, now)
                 return
         elif not self._tiering.can_load(first):
             self._cut(name, wait, wait.place[first])  # it has gone meanwhile
@@ -185,7 +185,7 @@ class Promotions:
             return
         self._queue.pop(name, None)
 
-    def _wait_for_memory(self, name: Hashable, wait: _Wait) -> None:
+    def _wait_for_memory(self, name: Hashable, wait: _Wait, now: float) -> None:
         """Unpin all of a run after its first block, for which DRAM has no room, and wait for what
         others have pinned.
         """
@@ -193,14 +193,14 @@ class Promotions:
         self._cut(name, wait, 1)
         wait.more = True
         if num_pinned:
-            self._load(name, wait)
+            self._load(name, wait, now)
         elif self._dram.num_pinned or self._dram.num_writing:
             self._queue[name] = None
         else:
             self._cut(name, wait, 0)
             self._queue.pop(name, None)
 
-    def _next_in_queue(self) -> dict[Hashable, None]:
+    def _next_in_queue(self, now: float) -> dict[Hashable, None]:
         """Give waiting runs their turn, readers first. Return the names of those that had one."""
         asked: dict[Hashable, None] = {}
         for name in sorted(self._queue, key=lambda name: self._waits[name].gently):
@@ -208,7 +208,7 @@ class Promotions:
             first = self._first(wait)
             if first is None or (self._tiering.can_load(first) and not self._turn(wait, [first])):
                 continue  # another run may wait for another tier
-            self._load(name, wait)
+            self._load(name, wait, now)
             asked[name] = None
         return asked
 
@@ -232,10 +232,11 @@ class Promotions:
         gives_way = wait.gently and any(not other.gently for other in self._waits.values())
         return [] if gives_way else self._tiering.loadable(keys)
 
-    def _go_ahead(self, keys: Sequence[BlockKey]) -> None:
+    def _go_ahead(self, keys: Sequence[BlockKey], now: float) -> None:
         """Begin to load the next piece while the reader takes the one before. It is not pinned."""
         _, below = self._piece(keys)
-        _, evicted = self._tiering.load([key for key in below if self._tiering.can_load(key)])
+        loadable = [key for key in below if self._tiering.can_load(key)]
+        _, evicted = self._tiering.load(loadable, now)
         self._evicted(evicted)
 
     # ------------------------------------------------------------------ ends
@@ -265,7 +266,7 @@ class Promotions:
     def _settle(self, name: Hashable, now: float) -> None:
         wait = self._waits[name]
         if wait.more and not wait.gently:
-            self._go_ahead(wait.rest)
+            self._go_ahead(wait.rest, now)
         wait.settled(now, wait.more)
         self._forget(name, wait)
 

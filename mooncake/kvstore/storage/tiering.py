@@ -163,7 +163,7 @@ class Tiering:
         return next(tier for tier in self.lower if tier.can_load(key))
 
     def load(
-        self, keys: Sequence[BlockKey], *, gently: bool = False
+        self, keys: Sequence[BlockKey], now: float, *, gently: bool = False
     ) -> tuple[list[BlockKey], list[BlockKey]]:
         """Begin to load blocks of one run that `can_load`. The `Loaded` callback is told the
         result.
@@ -178,7 +178,7 @@ class Tiering:
         granted, evicted = self.dram.reserve(keys, tenant, self.is_one_off if gently else None)
         sources = {key: self._source(key) for key in granted}
         for tier in self.lower:
-            tier.load([key for key, source in sources.items() if source is tier])
+            tier.load([key for key, source in sources.items() if source is tier], now)
         if gently:
             self.dram.expect(list(granted))
         return list(granted), evicted
@@ -214,6 +214,11 @@ class Tiering:
     def is_stuck(self, key: BlockKey) -> bool:
         """Return whether a tier failed to erase a block, so that it may be found again."""
         return any(tier.traces.is_stuck(key) for tier in self.lower)
+
+    @property
+    def read_seconds(self) -> dict[str, float]:
+        """For how long blocks were being read from each tier: a counter for the load report."""
+        return {f"{tier.rules.tier.value}_read_seconds": tier.read_s for tier in self.lower}
 
     # ------------------------------------------------------------------ checks
 

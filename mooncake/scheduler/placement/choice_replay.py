@@ -30,7 +30,7 @@ from mooncake.base import (
 )
 from mooncake.base.blocks import KEY_BYTES
 from mooncake.engine.cost import NUM_COEFFICIENTS, NUM_STREAM_COEFFICIENTS, StepCostModel
-from mooncake.kvstore.index.prefix_index import PrefixIndex, slots_of
+from mooncake.kvstore.index.prefix_index import PrefixIndex, Replica, slots_of
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.placement import worker_choice
 from mooncake.scheduler.placement.fleet_choice import FleetSearch
@@ -97,8 +97,8 @@ class BundledWorker(_Fact, frozen=True):
     """None: it is a pool node."""
     is_pool: bool
     """Whether prefixes can be fetched from it."""
-    num_blocks_asked: Count
-    """Blocks that were being fetched from it."""
+    blocks_asked: dict[Tier, Count]
+    """Blocks that were being fetched from it, by the tier in which they lay."""
 
 
 class BundledPlacement(_Fact, frozen=True):
@@ -109,8 +109,8 @@ class BundledPlacement(_Fact, frozen=True):
     workers: list[BundledWorker]
     num_blocks: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
     """Full blocks of prompt and output so far."""
-    holders: list[tuple[int, list[str]]]
-    """(Stop, workers that hold them) for runs of these blocks."""
+    holders: list[tuple[int, dict[Tier, list[str]]]]
+    """(Stop, tier -> workers that hold them there and no nearer) for runs of these blocks."""
     inflight: dict[str, int]
     """Worker -> leading blocks that it was computing."""
     prefill: str | None
@@ -165,6 +165,7 @@ def estimates(placement: BundledPlacement) -> Choice:
                     compute_s=option.compute_s + option.tail_s,
                     num_cached_tokens=option.num_cached_blocks * wanted.block_tokens,
                     num_fetch_blocks=option.num_fetch_blocks,
+                    fetch_blocks=option.fetch_blocks,
                 )
                 for option in ways
             ]
@@ -299,7 +300,7 @@ class _World:
         fetch, index = FetchCosts(config), PrefixIndex()
         pools = Pools(index, fetch)
         self.prefills, self.decodes = Fleet(), Fleet()
-        refs: dict[str, tuple[WorkerRef, Tier]] = {}
+        refs: dict[str, WorkerRef] = {}
         for worker in placement.workers:
             load = worker.load
             view = InstanceView.of(_hello(worker, wanted.block_tokens))
@@ -309,19 +310,19 @@ class _World:
                 fleet.add(view)
             if worker.is_pool:
                 pools.add(view)
-            tier = Tier.DRAM if worker.role is Role.KVSTORE else Tier.HBM
-            refs[worker.id] = view.worker, tier
-            index.add_worker(*refs[worker.id])
-            if worker.num_blocks_asked:
-                source = BlockSource(store=view.worker, first=0, stop=worker.num_blocks_asked)
+            refs[worker.id] = view.worker
+            index.add_worker(view.worker, Tier.DRAM if worker.role is Role.KVSTORE else Tier.HBM)
+            for tier, number in worker.blocks_asked.items():
+                source = BlockSource(store=view.worker, first=0, stop=number, tier=tier)
                 fetch.started([source])
         keys = KeyChain.of(
             blake2b(number.to_bytes(8, "big"), digest_size=KEY_BYTES).digest()
             for number in range(placement.num_blocks)
         )
-        for name, (ref, tier) in refs.items():
-            stored = _held(name, placement.holders, keys)
-            index.apply(BlockEvents(worker=ref, tier=tier, sequence_no=1, stored=stored))
+        for (name, tier), stored in _held(placement.holders, keys).items():
+            if name in refs:
+                ref = refs[name]
+                index.apply(BlockEvents(worker=ref, tier=tier, sequence_no=1, stored=stored))
         self.search = FleetSearch(worker_choice.option_maker(config), pools, index)
         self.query = PairQuery.of(
             wanted, index, pools, index.prefix_match(keys), dict(placement.inflight)
@@ -336,13 +337,16 @@ class _World:
         return self._pairs.choose(self.query)
 
 
-def _held(name: str, holders: Sequence[tuple[int, list[str]]], keys: KeyChain) -> list[bytes]:
-    """Return the keys that a worker holds."""
-    found: list[bytes] = []
+def _held(
+    holders: Sequence[tuple[int, Mapping[Tier, Sequence[str]]]], keys: KeyChain
+) -> dict[tuple[str, Tier], list[bytes]]:
+    """Return the keys that each worker holds in each tier."""
+    found: dict[tuple[str, Tier], list[bytes]] = {}
     start = 0
-    for stop, names in holders:
-        if name in names:
-            found += keys[start:stop]
+    for stop, names_in in holders:
+        for tier, names in names_in.items():
+            for name in names:
+                found.setdefault((name, tier), []).extend(keys[start:stop])
         start = stop
     return found
 
@@ -363,16 +367,16 @@ class ChoiceFacts:
     prefills: FleetFacts
     decodes: FleetFacts
     pools: tuple[WorkerHello, ...]
-    blocks_asked: Mapping[str, int]
-    """Pool -> blocks that are being fetched from it, if any."""
-    local_bytes_per_s: float
-    remote_bytes_per_s: float
+    blocks_asked: Mapping[str, dict[Tier, int]]
+    """Pool -> blocks that are being fetched from it, if any, by their tier."""
+    bytes_per_s: Mapping[str, float]
+    """The settings of `config` that are known better by now."""
     num_blocks: int
     """Full blocks of prompt and output so far."""
     holders: tuple[tuple[int, int], ...]
-    """(Stop, workers) for runs of these blocks, as far as they were looked up."""
-    names: tuple[str, ...]
-    """The workers that the bits of `holders` stand for."""
+    """(Stop, holders) for runs of these blocks, as far as they were looked up."""
+    owners: tuple[Replica | None, ...]
+    """The workers and tiers that the bits of `holders` stand for."""
     inflight: Mapping[str, int]
     prefill: str | None
     """Who was chosen; None: `decode` does it all."""
@@ -408,24 +412,27 @@ class ChoiceFacts:
                 num_stages=hello.num_stages,
                 load=engines.get(name),
                 is_pool=name in pools,
-                num_blocks_asked=self.blocks_asked.get(name, 0),
+                blocks_asked=self.blocks_asked.get(name, {}),
             )
         return BundledPlacement(
-            config=msgspec.structs.replace(
-                self.config,
-                local_bytes_per_s=self.local_bytes_per_s,
-                remote_bytes_per_s=self.remote_bytes_per_s,
-            ),
+            config=msgspec.structs.replace(self.config, **self.bytes_per_s),
             wanted=self.wanted,
             workers=list(workers.values()),
             num_blocks=self.num_blocks,
-            holders=[
-                (stop, [self.names[at] for at in slots_of(mask)]) for stop, mask in self.holders
-            ],
+            holders=[(stop, self._names(mask)) for stop, mask in self.holders],
             inflight=dict(self.inflight),
             prefill=self.prefill,
             decode=self.decode,
         )
+
+    def _names(self, mask: int) -> dict[Tier, list[str]]:
+        """Return the workers that the bits stand for, by tier."""
+        found: dict[Tier, list[str]] = {}
+        for slot in slots_of(mask):
+            owner = self.owners[slot]
+            assert owner is not None, "a slot of nobody"
+            found.setdefault(owner.tier, []).append(owner.worker.worker_id)
+        return found
 
 
 def _engines(facts: FleetFacts) -> dict[str, EngineLoad]:

@@ -230,7 +230,7 @@ class Conductor:
         if view is None or view.worker != report.worker:
             return
         self._index.expect(report.worker, report.block_nos)
-        self._fetch.observe(report.worker.worker_id, report.load.counters)
+        self._fetch.observe(view, report.load.counters, now)
         view.observe(report.load, now, report.samples)
         if report.load.draining and not view.draining:
             view.draining = True
@@ -371,7 +371,7 @@ class Conductor:
         watched = keys[:HOT_BLOCKS]
         copies: list[int] = []
         for stop, mask in prefix_match.holders(len(watched)):
-            copies += [(mask & self._pools.node_mask).bit_count()] * (stop - len(copies))
+            copies += [(mask & self._pools.copies_mask).bit_count()] * (stop - len(copies))
         return self._replication.on_use(watched, copies, self._pools.num_nodes, now)
 
     def _prefix_ends(
@@ -415,7 +415,6 @@ class Conductor:
     def _facts(self, keys: Sequence[BlockKey], query: PairQuery, pair: Pair) -> ChoiceFacts:
         """Return what `pair` was chosen from: references, and copies of what changes."""
         pools = self._pools.hellos
-        local, remote = self._fetch.bytes_per_s
         asked = ((hello.worker, self._fetch.blocks_asked(hello.worker)) for hello in pools)
         return ChoiceFacts(
             config=self._config,
@@ -423,12 +422,11 @@ class Conductor:
             prefills=self._prefills.facts(),
             decodes=self._decodes.facts(),
             pools=pools,
-            blocks_asked={worker.worker_id: number for worker, number in asked if number},
-            local_bytes_per_s=local,
-            remote_bytes_per_s=remote,
+            blocks_asked={worker.worker_id: dict(tiers) for worker, tiers in asked if tiers},
+            bytes_per_s=self._fetch.bytes_per_s,
             num_blocks=len(keys),
             holders=query.prefix_match.looked_up(),
-            names=self._index.worker_names,
+            owners=self._index.owners,
             inflight=query.own_matches.inflight,
             prefill=None if pair[0].view is pair[1].view else pair[0].view.worker_id,
             decode=pair[1].view.worker_id,

@@ -1,10 +1,11 @@
 """The choices of `worker_choice` over columns: the same results for thousands
 of workers, in a fraction of a millisecond.
 
-Pure. Workers that hold the same blocks of a prompt have the same ways to get the others. So the
-ways are found once for each group, and their costs are computed for all members together. The order
-of operations is the same as for one option, so the sums are equal to the last bit. A group whose
-lower bound is above the best score found is skipped.
+Pure. Workers that hold the same blocks of a prompt, and whose pools hold the same in the same
+tiers, have the same ways to get the others. So the ways are found once for each group, and their
+costs are computed for all members together. The order of operations is the same as for one option,
+so the sums are equal to the last bit. A group whose lower bound is above the best score found is
+skipped.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mooncake.base import Tier
 from mooncake.engine.cost import chunk_features
 from mooncake.kvstore.index.prefix_index import PrefixIndex, PrefixMatch
 from mooncake.scheduler.placement.pools import Pools
@@ -177,19 +179,24 @@ class FleetSearch:
             yield float(least[number]), order[starts[number] : stops[number]]
 
     def _held(self, candidates: Candidates) -> tuple[Bools, Floats]:
-        """Return (stretch x member: whether the pool of the member's node holds the stretch, blocks
-        of each stretch).
+        """Return (stretch in a tier x member: whether the pool of the member's node has the stretch
+        there and no nearer, blocks of each stretch).
         """
-        region, pools = candidates.prefix_match.region(0), self._pools.mask
+        region, pools = candidates.prefix_match.region(0), self._pools
         limit = candidates.query.wanted.max_cached_blocks
         rows, lengths = [], []
-        present = candidates.pool_slots >= 0
+        tiers = []
+        for tier, tier_mask in pools.tier_masks.items():
+            slots = pools.slots_in(tier, candidates.pool_slots)
+            tiers.append((tier_mask, slots, slots >= 0))
         for stretch, mask in enumerate(region.masks):
             start = region.start(stretch)
-            if mask & pools and start < limit:
-                holds = bits(mask & pools, self._index.num_slots)[candidates.pool_slots]
-                rows.append(holds & present)
-                lengths.append(min(region.stops[stretch], limit) - start)
+            if start >= limit:
+                break
+            for tier_mask, slots, present in tiers:
+                if mask & tier_mask:
+                    rows.append(bits(mask & tier_mask, self._index.num_slots)[slots] & present)
+                    lengths.append(min(region.stops[stretch], limit) - start)
         shape = (len(rows), len(candidates.members))
         return np.array(rows, np.bool_).reshape(shape), np.array(lengths, np.float64)
 
@@ -268,16 +275,18 @@ class FleetSearch:
         query, own = candidates.query, int(candidates.own[group[0]])
         columns = candidates.fleet.columns[:, candidates.members[group]]
         queue_s = columns[Column.QUEUE_S]
-        local_fixed_s: Floats | None = None
+        local_fixed_s: dict[Tier, Floats] = {}
         score_s: Floats | None = None
         for chain in chains:
             have, fetch_s = own, np.zeros(1)
             for run in chain:
                 stop = min(run.stop, query.wanted.max_cached_blocks)
                 if run.node_id == node_id:
-                    if local_fixed_s is None:
-                        local_fixed_s = self._pools.local_fixed_s(candidates.pool_slots[group])
-                    fetch_s = fetch_s + (local_fixed_s + (stop - have) * run.local_s_per_block)
+                    if run.tier not in local_fixed_s:
+                        slots = candidates.pool_slots[group]
+                        local_fixed_s[run.tier] = self._pools.local_fixed_s(run.tier, slots)
+                    run_s = (stop - have) * run.local_s_per_block
+                    fetch_s = fetch_s + (local_fixed_s[run.tier] + run_s)
                 else:
                     fetch_s = fetch_s + run.fetch_s(stop - have, local=False)
                 have = stop

@@ -1,6 +1,6 @@
-"""The pools as sources of prefixes: which of them hold the longest runs of a prompt, the cost of
-fetching these with the fetches already in progress there, and which hot blocks get more copies. An
-engine that leaves and lends its blocks is one of them.
+"""The pools as sources of prefixes: which of them hold the longest runs of a prompt and in which
+tier, the cost of fetching these with the fetches already in progress there, and which hot blocks
+get more copies. An engine that leaves and lends its blocks is one of them.
 
 Owned by the Conductor. Facts only; `worker_choice` decides which run is fetched.
 """
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from mooncake.base import BlockKey, BlockSource, Role, WorkerHello, WorkerRef
+from mooncake.base import BlockKey, BlockSource, Role, Tier, WorkerHello, WorkerRef
 from mooncake.base.bounded_map import BoundedMap
 from mooncake.engine.cost import BandwidthEstimate
 from mooncake.kvstore.index.prefix_index import PrefixIndex, PrefixMatch, slots_of
@@ -25,7 +26,16 @@ from mooncake.scheduler.placement.worker_choice import MAX_ALTERNATIVES, StoreRu
 
 LOCAL_COUNTERS = ("fetch_local_bytes", "fetch_local_seconds")
 REMOTE_COUNTERS = ("fetch_remote_bytes", "fetch_remote_seconds")
-"""Counters of `WorkerLoad` from which the bandwidths are learned."""
+"""Counters of engines from which the bandwidths between workers are learned."""
+LOAD_COUNTERS = {
+    Tier.SSD: ("ssd_blocks_read", "ssd_read_seconds"),
+    Tier.OBJECT: ("object_blocks_read", "object_read_seconds"),
+}
+"""Counters of pool nodes from which the bandwidths of the tiers below DRAM are learned."""
+RETRY_S = 60.0
+"""A tier that nobody has read for so long is no longer taken to be slower than its first guess.
+Otherwise one that looks slower than computing would never be tried again.
+"""
 HOT_BLOCKS = 128
 """This many leading blocks of each prompt are watched: what many prompts share comes first."""
 HALF_LIFE_S = 60.0
@@ -41,59 +51,100 @@ FEW = 8
 
 
 class FetchCosts:
-    """Estimates local and remote bandwidth, and counts the blocks being fetched from each pool
-    node. Bandwidths are learned from the bytes and seconds that workers report.
+    """Estimates the bandwidth between workers and that of the tiers below DRAM, and counts the
+    blocks being fetched from each pool node. Bandwidths are learned from what workers report.
+
+    A block below DRAM is loaded first and then fetched, so its time is that of both.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         latency_s = config.fetch_latency_s
         self._local = BandwidthEstimate(config.local_bytes_per_s, latency_s)
         self._remote = BandwidthEstimate(config.remote_bytes_per_s, latency_s)
-        self._blocks_asked: dict[str, int] = {}
+        self._first_guesses = {
+            Tier.SSD: config.ssd_bytes_per_s, Tier.OBJECT: config.object_bytes_per_s
+        }  # fmt: skip
+        self._loads = {
+            tier: BandwidthEstimate(guess, 0.0) for tier, guess in self._first_guesses.items()
+        }
+        self._loaded_s = dict.fromkeys(self._loads, -math.inf)
+        """When a pool node last reported that it has read from a tier."""
+        self._blocks_asked: dict[str, Counter[Tier]] = {}
         """Store id and epoch -> blocks of fetches that are not known to have ended."""
         self._seen: dict[str, dict[str, float]] = {}
         self.changed: dict[str, None] = {}
         """Ids of stores whose number of blocks asked has changed; cleared by `Pools`."""
 
-    def observe(self, worker_id: str, counters: Mapping[str, float]) -> None:
-        """Learn from what a worker has fetched since its last report."""
+    def observe(self, worker: InstanceView, counters: Mapping[str, float], now: float) -> None:
+        """Learn from what an engine has fetched since its last report, or from what a pool node has
+        loaded.
+        """
+        if worker.role is Role.KVSTORE:
+            for tier, names in LOAD_COUNTERS.items():
+                num_blocks, seconds = self._since(worker.worker_id, counters, names)
+                if num_blocks > 0:
+                    self._loads[tier].observe(num_blocks * worker.hello.block_bytes, seconds)
+                    self._loaded_s[tier] = now
+                elif now >= self._loaded_s[tier] + RETRY_S:
+                    self._loads[tier].at_least(self._first_guesses[tier])
+        else:
+            for estimate, names in ((self._local, LOCAL_COUNTERS), (self._remote, REMOTE_COUNTERS)):
+                estimate.observe(*self._since(worker.worker_id, counters, names))
+
+    def _since(
+        self, worker_id: str, counters: Mapping[str, float], names: tuple[str, str]
+    ) -> tuple[float, float]:
+        """Return by how much two counters of a worker have grown since its last report."""
         seen = self._seen.setdefault(worker_id, {})
-        for estimate, names in ((self._local, LOCAL_COUNTERS), (self._remote, REMOTE_COUNTERS)):
-            num_bytes, seconds = (counters.get(name, 0.0) - seen.get(name, 0.0) for name in names)
-            estimate.observe(num_bytes, seconds)
-        self._seen[worker_id] = {
-            name: counters[name] for name in (*LOCAL_COUNTERS, *REMOTE_COUNTERS) if name in counters
-        }
+        first, second = (counters.get(name, 0.0) for name in names)
+        grown = first - seen.get(names[0], 0.0), second - seen.get(names[1], 0.0)
+        seen[names[0]], seen[names[1]] = first, second
+        return grown
 
     def forget(self, worker_id: str) -> None:
         """Drop a lost worker's counters; its successor counts from zero."""
         self._seen.pop(worker_id, None)
 
-    def run(self, store: InstanceView, first: int, num_blocks: int) -> StoreRun:
-        """Return the present cost of fetching `num_blocks` blocks, from block `first` on."""
-        block_bytes = store.hello.block_bytes
-        waiting_bytes = self.blocks_asked(store.worker) * block_bytes
+    def run(self, store: InstanceView, tier: Tier, first: int, num_blocks: int) -> StoreRun:
+        """Return the present cost of fetching `num_blocks` blocks that lie in this tier, from block
+        `first` on.
+        """
+        block_bytes, asked = store.hello.block_bytes, self.blocks_asked(store.worker)
+        waiting_bytes = asked.total() * block_bytes
+        load_fixed_s = asked[tier] * block_bytes / self._load_bytes_per_s(tier)
+        load_s = block_bytes / self._load_bytes_per_s(tier)
         return StoreRun(
             store=store.worker,
             node_id=store.hello.node_id,
+            tier=tier,
             first=first,
             stop=first + num_blocks,
-            remote_s_per_block=block_bytes / self._remote.bytes_per_s,
-            remote_fixed_s=self._remote.seconds(max(waiting_bytes, 1)),
-            local_s_per_block=block_bytes / self._local.bytes_per_s,
-            local_fixed_s=self._local.seconds(max(waiting_bytes, 1)),
+            remote_s_per_block=block_bytes / self._remote.bytes_per_s + load_s,
+            remote_fixed_s=self._remote.seconds(max(waiting_bytes, 1)) + load_fixed_s,
+            local_s_per_block=block_bytes / self._local.bytes_per_s + load_s,
+            local_fixed_s=self._local.seconds(max(waiting_bytes, 1)) + load_fixed_s,
         )
 
-    def blocks_asked(self, store: WorkerRef) -> int:
-        """Return the number of blocks being fetched from this store."""
-        return self._blocks_asked.get(_name(store.worker_id, store.epoch), 0)
+    def _load_bytes_per_s(self, tier: Tier) -> float:
+        """Return the bandwidth with which a node loads blocks from a tier; infinite for memory."""
+        estimate = self._loads.get(tier)
+        return math.inf if estimate is None else estimate.bytes_per_s
 
-    def local_fixed_s(self, waiting_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return `StoreRun.local_fixed_s` for many stores at once."""
-        return self._local.latency_s + np.maximum(waiting_bytes, 1) / self._local.bytes_per_s
+    def blocks_asked(self, store: WorkerRef) -> Counter[Tier]:
+        """Return the number of blocks being fetched from this store, by their tier."""
+        return self._blocks_asked.get(_name(store.worker_id, store.epoch)) or Counter()
+
+    def local_fixed_s(self, waiting_bytes: Floats, tier: Tier, loading_bytes: Floats) -> Floats:
+        """Return `StoreRun.local_fixed_s` for many stores at once. `loading_bytes`: those among
+        `waiting_bytes` that lie in the tier.
+        """
+        fetch_s = self._local.latency_s + np.maximum(waiting_bytes, 1) / self._local.bytes_per_s
+        return np.asarray(fetch_s + loading_bytes / self._load_bytes_per_s(tier))
 
     def block_s(self, block_bytes: int) -> tuple[float, float]:
-        """Return the seconds to fetch a block from the own node's pool, and from another node's."""
+        """Return the seconds to fetch a block from the memory of the own node's pool, and from that
+        of another node's.
+        """
         return block_bytes / self._local.bytes_per_s, block_bytes / self._remote.bytes_per_s
 
     def push_s_per_block(self, block_bytes: int) -> float:
@@ -101,16 +152,21 @@ class FetchCosts:
         return block_bytes / self._remote.bytes_per_s
 
     @property
-    def bytes_per_s(self) -> tuple[float, float]:
-        """The bandwidth from the own node's pool, and from another's."""
-        return self._local.bytes_per_s, self._remote.bytes_per_s
+    def bytes_per_s(self) -> dict[str, float]:
+        """The bandwidths as they are known now, by the names of their settings."""
+        return {
+            "local_bytes_per_s": self._local.bytes_per_s,
+            "remote_bytes_per_s": self._remote.bytes_per_s,
+            "ssd_bytes_per_s": self._loads[Tier.SSD].bytes_per_s,
+            "object_bytes_per_s": self._loads[Tier.OBJECT].bytes_per_s,
+        }
 
     def started(self, sources: Sequence[BlockSource]) -> None:
         """Record that a worker was told to fetch these sources."""
         for source in sources:
             name = _name(source.store.worker_id, source.store.epoch)
-            blocks = source.stop - source.first
-            self._blocks_asked[name] = self._blocks_asked.get(name, 0) + blocks
+            asked = self._blocks_asked.setdefault(name, Counter())
+            asked[source.tier] += source.stop - source.first
             self.changed[source.store.worker_id] = None
 
     def ended(self, sources: Sequence[BlockSource]) -> None:
@@ -118,11 +174,10 @@ class FetchCosts:
         for source in sources:
             name = _name(source.store.worker_id, source.store.epoch)
             self.changed[source.store.worker_id] = None
-            left = self._blocks_asked[name] - (source.stop - source.first)
-            assert left >= 0, "more fetches ended than were started"
-            if left:
-                self._blocks_asked[name] = left
-            else:
+            asked = self._blocks_asked[name]
+            asked[source.tier] -= source.stop - source.first
+            assert asked[source.tier] >= 0, "more fetches ended than were started"
+            if not asked.total():
                 del self._blocks_asked[name]
 
     def check_idle(self) -> None:
@@ -230,8 +285,8 @@ class Replication:
 
 
 class Pools:
-    """The live kvstore workers, and the engines that lend their blocks, by their bit in the masks
-    of the index.
+    """The live kvstore workers, and the engines that lend their blocks, by their bits in the masks
+    of the index. A pool has a bit for each tier; that of its memory stands for the pool, too.
     """
 
     def __init__(self, index: PrefixIndex, fetch: FetchCosts) -> None:
@@ -239,13 +294,22 @@ class Pools:
         self._fetch = fetch
         self._views: dict[str, InstanceView] = {}
         self._generation = -1
-        self._by_slot: dict[int, InstanceView] = {}
+        self._by_slot: dict[int, tuple[InstanceView, Tier]] = {}
+        self._slots: dict[str, dict[Tier, int]] = {}
+        """Pool id -> the slots of its tiers."""
         self._by_node: dict[str, list[int]] = {}
+        """Node id -> the slots of its pools' tiers."""
         self._order: Ints = np.zeros(0, np.int64)
         """The rank of each pool among all pool ids, by slot."""
         self._asked_bytes: Floats = np.zeros(0)
         """Bytes that are being fetched from each pool, by slot."""
-        self._mask = self._node_mask = 0
+        self._loading_bytes: Floats = np.zeros(0)
+        """Bytes that are being fetched from each tier below DRAM of a pool, by slot."""
+        self._tier_masks: dict[Tier, int] = {}
+        """The bits of each tier below DRAM, and of memory, which counts as DRAM."""
+        self._tier_slots: dict[Tier, Ints] = {}
+        """The slot of a pool's tier by the slot of the pool, or `NO_SLOT`; for tiers below DRAM."""
+        self._mask = self._node_mask = self._copies_mask = 0
         self._least_block_bytes = 0
         self._hellos: tuple[WorkerHello, ...] = ()
 
@@ -278,28 +342,46 @@ class Pools:
         return self._node_mask
 
     @property
+    def copies_mask(self) -> int:
+        """Those without buckets, which nodes may share: each bit stands for a copy of a block."""
+        self._refresh()
+        return self._copies_mask
+
+    @property
+    def tier_masks(self) -> Mapping[Tier, int]:
+        """The bits of memory, as `Tier.DRAM`, and of the tiers below it that there are, the nearest
+        first.
+        """
+        self._refresh()
+        return self._tier_masks
+
+    @property
     def hellos(self) -> tuple[WorkerHello, ...]:
         """Those of all pools; the same object until pools come or go."""
         self._refresh()
         return self._hellos
 
-    def view(self, slot: int) -> InstanceView:
-        """Return the pool of a bit."""
-        return self._by_slot[slot]
-
     def of_node(self, node_id: str) -> Sequence[int]:
-        """Return the bits of a node's own pools."""
+        """Return the bits of all tiers of a node's own pools."""
         self._refresh()
         return self._by_node.get(node_id, ())
 
     def slot_of_node(self, node_id: str) -> int:
         """Return the bit of a node's only pool, `NO_SLOT` or `MANY_SLOTS`."""
-        slots = self.of_node(node_id)
-        return slots[0] if len(slots) == 1 else MANY_SLOTS if slots else NO_SLOT
+        pools = {self._by_slot[slot][0].worker_id for slot in self.of_node(node_id)}
+        if len(pools) > 1:
+            return MANY_SLOTS
+        return next((self._first_slot(worker_id) for worker_id in pools), NO_SLOT)
 
-    def local_fixed_s(self, slots: Ints) -> Floats:
-        """Return `StoreRun.local_fixed_s` of these pools."""
-        return self._fetch.local_fixed_s(self._asked_bytes[slots])
+    def slots_in(self, tier: Tier, slots: Ints) -> Ints:
+        """Return the bits of one of `tier_masks` by the bits of pools; what is no pool's stays."""
+        of_pools = self._tier_slots.get(tier)
+        return slots if of_pools is None else np.where(slots >= 0, of_pools[slots], slots)
+
+    def local_fixed_s(self, tier: Tier, slots: Ints) -> Floats:
+        """Return `StoreRun.local_fixed_s` of these pools, for blocks in one tier of them."""
+        loading = self._loading_bytes[self.slots_in(tier, slots)]
+        return self._fetch.local_fixed_s(self._asked_bytes[slots], tier, loading)
 
     def cheapest_block_s(self) -> tuple[float, float]:
         """Return the least seconds for a block from any pool of the own node, and of another
@@ -308,8 +390,8 @@ class Pools:
         return self._fetch.block_s(self._least_block_bytes)
 
     def run(self, slot: int, first: int, stop: int) -> StoreRun:
-        """Return the present cost of fetching the blocks [first, stop) from a pool."""
-        return self._fetch.run(self._by_slot[slot], first, stop - first)
+        """Return the present cost of fetching the blocks [first, stop) from a tier of a pool."""
+        return self._fetch.run(*self._by_slot[slot], first, stop - first)
 
     def cheapest(self, mask: int, count: int) -> Sequence[int]:
         """Return up to `count` of the pools in `mask`, by bytes asked, then by id."""
@@ -328,31 +410,46 @@ class Pools:
         for worker_id in self._fetch.changed:
             view = self._views.get(worker_id)
             if view is not None:
-                slot = self._index.slot_of(worker_id)
-                asked = self._fetch.blocks_asked(view.worker) * view.hello.block_bytes
-                self._asked_bytes[slot] = asked
+                block_bytes, asked = view.hello.block_bytes, self._fetch.blocks_asked(view.worker)
+                for tier, slot in self._slots[worker_id].items():
+                    self._asked_bytes[slot] = asked.total() * block_bytes
+                    self._loading_bytes[slot] = asked[tier] * block_bytes
         self._fetch.changed.clear()
+
+    def _first_slot(self, worker_id: str) -> int:
+        return next(iter(self._slots[worker_id].values()))
 
     def _rebuild(self) -> None:
         self._generation = self._index.generation
         size = self._index.num_slots + 8
         self._hellos = tuple(view.hello for view in self._views.values())
-        self._by_slot, self._by_node = {}, {}
-        self._mask = self._node_mask = 0
+        self._by_slot, self._by_node, self._slots = {}, {}, {}
+        self._mask = self._node_mask = self._copies_mask = 0
         self._order, self._asked_bytes = np.zeros(size, np.int64), np.zeros(size)
+        self._loading_bytes = np.zeros(size)
+        masks = dict.fromkeys((Tier.DRAM, *LOAD_COUNTERS), 0)
+        self._tier_slots = {tier: np.full(size, NO_SLOT) for tier in LOAD_COUNTERS}
         sizes = (view.hello.block_bytes for view in self._views.values())
         self._least_block_bytes = min(sizes, default=0)
         for place, worker_id in enumerate(sorted(self._views)):
-            slot = self._index.slot_of(worker_id)
-            assert slot is not None, "a pool the index does not know"
+            slots = self._slots[worker_id] = self._index.tier_slots(worker_id)
+            assert slots, "a pool the index does not know"
             view = self._views[worker_id]
-            self._by_slot[slot] = view
-            self._by_node.setdefault(view.hello.node_id, []).append(slot)
-            self._order[slot] = place
-            self._mask |= 1 << slot
-            if view.role is Role.KVSTORE:
-                self._node_mask |= 1 << slot
+            for tier, slot in slots.items():
+                self._by_slot[slot] = view, tier
+                self._by_node.setdefault(view.hello.node_id, []).append(slot)
+                self._order[slot] = place
+                self._mask |= 1 << slot
+                if view.role is Role.KVSTORE:
+                    self._node_mask |= 1 << slot
+                    self._copies_mask |= (tier is not Tier.OBJECT) << slot
+                if tier.is_below_dram:
+                    masks[tier] |= 1 << slot
+                    self._tier_slots[tier][self._first_slot(worker_id)] = slot
+                else:
+                    masks[Tier.DRAM] |= 1 << slot
             self._fetch.changed[worker_id] = None
+        self._tier_masks = {tier: mask for tier, mask in masks.items() if mask}
 
 
 class PoolSources:
@@ -378,9 +475,11 @@ class PoolSources:
         runs = [self._run(slot, first, stop) for stop, slot in stops if stop > first]
         return min(
             runs,
-            key=lambda run: (-run.stop, run.remote_fixed_s, run.store.worker_id),
+            key=lambda run: (
+                run.tier.nearness, -run.stop, run.remote_fixed_s, run.store.worker_id
+            ),
             default=None,
-        )
+        )  # fmt: skip
 
     def cover(self, node_id: str, *, remote: bool) -> list[BlockSource]:
         """Return from where a worker on this node reads all that the pools hold of the prompt's
@@ -394,30 +493,29 @@ class PoolSources:
             if not runs:
                 return self.with_others(found) if remote else found
             run = max(runs, key=lambda run: run.stop)
-            found.append(BlockSource(store=run.store, first=first, stop=run.stop))
+            found.append(run.source(run.stop))
             first = run.stop
 
     def with_others(self, sources: Sequence[BlockSource]) -> list[BlockSource]:
-        """Add to each source the other pools that hold its blocks, or most of them: the longest run
-        first, then the fewest bytes asked for.
+        """Add to each source the other pools that hold its blocks, or most of them: the nearest
+        tier first, then the longest run, then the fewest bytes asked for.
         """
         found = []
         for source in sources:
             runs = self.longest(source.first)
             others = [run.store for run in runs if run.store != source.store][:MAX_OTHERS]
-            found.append(
-                BlockSource(store=source.store, first=source.first, stop=source.stop, others=others)
-            )
+            found.append(msgspec.structs.replace(source, others=others))
         return found
 
     def _find(self, first: int) -> Iterator[StoreRun]:
         wanted = MAX_ALTERNATIVES
-        for stop, mask in self._prefix_match.runs(first, self._pools.mask):
-            for slot in self._pools.cheapest(mask, wanted):
-                yield self._run(slot, first, stop)
-                wanted -= 1
-            if not wanted:
-                return
+        for tier_mask in self._pools.tier_masks.values():
+            for stop, mask in self._prefix_match.runs(first, tier_mask):
+                for slot in self._pools.cheapest(mask, wanted):
+                    yield self._run(slot, first, stop)
+                    wanted -= 1
+                if not wanted:
+                    return
 
     def _run(self, slot: int, first: int, stop: int) -> StoreRun:
         run = self._runs.get((slot, first))

@@ -9,7 +9,8 @@ policies implement the same port, for comparison.
 Time is concave in the length of a fetched run: attention makes the first blocks the cheapest to
 compute. So the best length is always where one holder's run ends, and only those lengths are tried.
 A prefix may be gathered from several pools, run by run: the blocks of an earlier answer lie on the
-node that decoded it, those of its prompt on the node that prefilled it.
+node that decoded it, those of its prompt on the node that prefilled it. A run lies in one tier, so
+what a disk or a bucket would bring too late is computed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Annotated, Protocol
 
 import msgspec
 
-from mooncake.base import BlockSource, IdSource, WorkerRef
+from mooncake.base import BlockSource, IdSource, Tier, WorkerRef
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.placement.views import InstanceView
 
@@ -37,13 +39,17 @@ MAX_ALTERNATIVES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreRun:
-    """A pool node that holds the blocks [first, stop) of the prompt, and the cost of a fetch."""
+    """A pool node that holds the blocks [first, stop) of the prompt in one tier and in none that is
+    nearer, and the cost of a fetch.
+    """
 
     store: WorkerRef
     node_id: str
+    tier: Tier
     first: int
     stop: int
     remote_s_per_block: float
+    """The time to load a block into DRAM, if it lies below, and to fetch it."""
     remote_fixed_s: float
     """Latency, and the time that other fetches from this node take first."""
     local_s_per_block: float
@@ -56,13 +62,17 @@ class StoreRun:
             return self.local_fixed_s + num_blocks * self.local_s_per_block
         return self.remote_fixed_s + num_blocks * self.remote_s_per_block
 
+    def source(self, stop: int) -> BlockSource:
+        """Return where a worker reads the blocks before `stop`."""
+        return BlockSource(store=self.store, first=self.first, stop=stop, tier=self.tier)
+
 
 class Sources(Protocol):
     """Finds the pools that hold a run of the prompt's blocks."""
 
     def longest(self, first: int) -> Sequence[StoreRun]:
-        """Return the longest runs that begin with block `first`, at most `MAX_ALTERNATIVES`: the
-        longest first, then the cheapest to reach, then by name.
+        """Return the runs of the nearest tiers that begin with block `first`, at most
+        `MAX_ALTERNATIVES`: of a tier the longest first, then the cheapest to reach, then by name.
         """
 
     def local(self, first: int, node_id: str) -> StoreRun | None:
@@ -145,6 +155,15 @@ class PrefillOption:
     @property
     def num_fetch_blocks(self) -> int:
         return sum(source.stop - source.first for source in self.sources)
+
+    @property
+    def fetch_blocks(self) -> dict[str, int]:
+        """How many blocks are fetched from each tier."""
+        found: dict[str, int] = {}
+        for source in self.sources:
+            number = found.get(source.tier.value, 0)
+            found[source.tier.value] = number + source.stop - source.first
+        return found
 
 
 class PrefillPolicy(Protocol):
@@ -270,15 +289,22 @@ def all_ways(query: Query, own: int, node_id: str, threshold: float) -> list[Cha
     """Return these ways: recompute, or gather more or less of the prefix from the own node's pool
     and from others.
 
-    Other nodes are asked only if that makes the prefix longer than `threshold` times the local one.
+    Other nodes are asked only if that makes the prefix longer than `threshold` times the one in
+    local memory.
     """
     local_chain = _local_chain(query, own, node_id)
-    here = local_chain[-1].stop if local_chain else own
+    in_memory = takewhile(lambda run: not run.tier.is_below_dram, local_chain)
+    here = max((run.stop for run in in_memory), default=own)
     ways = list(_parts(local_chain))
 
     def nearest(first: int) -> StoreRun | None:
         local = query.sources.local(first, node_id)
-        return local or next(iter(query.sources.longest(first)), None)
+        if local is not None and not local.tier.is_below_dram:
+            return local
+        remote = next(iter(query.sources.longest(first)), None)
+        if local is None or remote is None:
+            return local or remote
+        return local if local.local_s_per_block <= remote.remote_s_per_block else remote
 
     chains = [_chain(query, own, nearest)]
     if chains[0]:
@@ -322,7 +348,7 @@ def _option(query: Query, view: InstanceView, queue_s: float, chain: Chain) -> P
     sources: list[BlockSource] = []
     for run in chain:
         stop = min(run.stop, query.wanted.max_cached_blocks)
-        sources.append(BlockSource(store=run.store, first=have, stop=stop))
+        sources.append(run.source(stop))
         fetch_s += run.fetch_s(stop - have, local=run.node_id == view.hello.node_id)
         have = stop
     context = have * query.wanted.block_tokens

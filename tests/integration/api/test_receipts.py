@@ -200,7 +200,7 @@ def test_bundles_are_for_operators() -> None:
         path = f"/v1/cluster/bundles/{reply.headers[RECEIPT]}"
         assert (await client.get(path, headers=of("ann"))).status_code == 403
         got = await client.get(path, headers=of("boss"))
-        assert got.json() == {"receipt": reply.headers[RECEIPT], "placements": [], "version": 1}
+        assert got.json() == {"receipt": reply.headers[RECEIPT], "placements": [], "version": 2}
 
     run(ask, keys=KEYS)
 

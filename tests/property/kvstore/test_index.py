@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mooncake.base import BlockEvents, Tier, WorkerRef
-from mooncake.kvstore.index.prefix_index import PrefixIndex
+from mooncake.kvstore.index.prefix_index import PrefixIndex, slots_of
 from tests.support.examples import examples
 
 # Few first bytes, so that sweeping and chains meet in the same shards.
@@ -16,7 +16,7 @@ WORKERS = ["prefill-0", "decode-0", "kv-0", "kv-1"]
 
 some_keys = st.lists(st.sampled_from(KEYS), max_size=8, unique=True)
 some_worker = st.sampled_from(WORKERS)
-some_tier = st.sampled_from([Tier.DRAM, Tier.SSD])
+some_tier = st.sampled_from([Tier.DRAM, Tier.SSD, Tier.OBJECT])
 
 
 class IndexAgainstModel(RuleBasedStateMachine):
@@ -102,6 +102,23 @@ class IndexAgainstModel(RuleBasedStateMachine):
         found = self.index.match(chain)
         assert found == expected
         assert list(found.values()) == sorted(found.values(), reverse=True)
+
+    @rule(chain=st.lists(st.sampled_from(KEYS), min_size=1, max_size=12, unique=True))
+    def nearest(self, chain: list[bytes]) -> None:
+        """Each worker holds a block in its nearest tier alone."""
+        runs, start = self.index.live_runs(chain), 0
+        for stop, mask in runs:
+            owners = [self.index.owners[slot] for slot in slots_of(mask)]
+            found = {(one.worker.worker_id, one.tier) for one in owners if one is not None}
+            assert len(found) == len(owners)
+            for key in chain[start:stop]:
+                held = [at for at, keys in self.held.items() if key in keys]
+                names = {name for name, _ in held}
+                assert found == {
+                    (name, next(tier for tier in Tier if (name, tier) in held)) for name in names
+                }
+            start = stop
+        assert start == len(chain)
 
     @rule()
     def sweep(self) -> None:

@@ -48,6 +48,7 @@ RECEIPT: dict[str, Any] = {
                                 "worker": "prefill-1", "taken": True, "ttft_s": 0.4,
                                 "queue_s": 0.1, "fetch_s": 0.05, "compute_s": 0.25,
                                 "num_cached_tokens": 256, "num_fetch_blocks": 3,
+                                "fetch_blocks": {"dram": 1, "ssd": 2},
                             },
                         ],
                         "decode": [
@@ -84,7 +85,7 @@ RECEIPT: dict[str, Any] = {
                     {
                         "worker": "prefill-9", "taken": True, "ttft_s": 9.0, "queue_s": 8.5,
                         "fetch_s": 0.0, "compute_s": 0.5, "num_cached_tokens": 0,
-                        "num_fetch_blocks": 0,
+                        "num_fetch_blocks": 0, "fetch_blocks": {},
                     },
                 ],
                 "decode": [], "num_prefill": 1, "num_decode": 0, "unusable": {},
@@ -132,7 +133,7 @@ def test_a_receipt_is_shown_as_tables_and_a_timeline(
         "computed, because 40 not seen, 64 out of reach",
         "attempt 1: prefill-0 -> decode-0; lost: worker prefill-0 was lost",
         "attempt 2: prefill-1 -> decode-0",
-        "* prefill-1 400.0 ms 100.0 ms 50.0 ms 250.0 ms 256",
+        "* prefill-1 400.0 ms 100.0 ms 50.0 ms, blocks: 1 dram, 2 ssd 250.0 ms 256",
         "* decode-0 20.0 ms 10.0 ms yes", "decode-1 90.0 ms 10.0 ms 7 blocks short",
         "11 more were compared for the prompt",
         "prefill-0 was not compared: the request failed there, or was turned away",
@@ -237,8 +238,8 @@ def test_facts_that_lead_to_other_workers_are_told(
     ("text", "why"),
     [
         ("{", "is no bundle of a receipt"),
-        ('{"receipt": "x", "placements": [], "version": 2}', "version"),
-        ('{"receipt": "x", "placements": [{}], "version": 1}', "request_id"),
+        ('{"receipt": "x", "placements": [], "version": 1}', "version"),
+        ('{"receipt": "x", "placements": [{}], "version": 2}', "request_id"),
         (None, "No such file"),
     ],
 )

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from mooncake.base import ConfigError, FinishReason, Shape
+from mooncake.kvstore.node.node import KvNode
 from mooncake.sim.results.report import page
 from mooncake.sim.results.result import SimulationResult, result_of
 from mooncake.sim.simulation import COUPLED, Simulation, SimulationConfig
@@ -69,6 +70,28 @@ def test_a_global_pool_hits_more_than_random_local_caches() -> None:
         played.run()
         rates[name] = result_of(played).cache.hit_rate
     assert rates["global"] > 1.5 * rates["local"]
+
+
+@pytest.mark.parametrize("tier", ["ssd", "object"])
+def test_a_tier_is_read_where_that_is_faster_than_computing(tier: str) -> None:
+    trace, read, ttft_s = sessions(60, seed=1), [], []
+    for bytes_per_s in (None, 2e8, 5e10):
+        settings: dict[str, object] = {}
+        if bytes_per_s is not None:
+            settings = {
+                f"{tier}_tokens": 1_000_000, f"{tier}_min_uses": 1,
+                f"{tier}_bytes_per_s": bytes_per_s,
+            }  # fmt: skip
+        played = simulation(trace, pool_tokens=10_000, hbm_tokens=50_000, **settings)
+        played.run()
+        pools = [machine for _, machine in played.world.machines() if isinstance(machine, KvNode)]
+        read.append(sum(pool.counters[f"{tier}_blocks_read"] for pool in pools))
+        ttft_s.append(result_of(played).ttft_s.mean)
+    without, slow, fast = ttft_s
+    assert read[:2] == [0, 0], "a slow tier is written to, and not read"
+    assert read[2] > 20
+    assert slow < 1.5 * without
+    assert fast < 0.8 * without
 
 
 @pytest.mark.parametrize("engine", COUPLED)

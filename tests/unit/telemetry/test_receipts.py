@@ -60,7 +60,7 @@ class Facts:
         self.weighed.append(1)
         taken = PrefillEstimate(
             worker="p0", taken=True, ttft_s=0.5, queue_s=0.1, fetch_s=0.0, compute_s=0.4,
-            num_cached_tokens=64, num_fetch_blocks=1,
+            num_cached_tokens=64, num_fetch_blocks=1, fetch_blocks={"dram": 1},
         )  # fmt: skip
         return Choice(prefill=[taken], decode=[], num_prefill=1, num_decode=0, unusable={})
 
@@ -417,7 +417,7 @@ def test_a_bundle_has_the_facts_of_all_placements() -> None:
             {"request_id": "r", "attempt": 1, "placement": {"facts": 0}},
             {"request_id": "r", "attempt": 2, "placement": {"facts": 0}},
         ],
-        "version": 1,
+        "version": 2,
     }
 
 

@@ -72,7 +72,37 @@ def test_a_chain_may_run_through_the_tiers_of_a_worker() -> None:
     assert index.match(keys(1, 2, 3, 4, 5)) == {"kv-a": 2, "kv-b": 2}
 
 
-def test_folded_tiers_follow_workers_that_change() -> None:
+def nearest(index: PrefixIndex, chain: list[bytes]) -> list[tuple[int, list[Replica | None]]]:
+    """Return the runs of a chain with the worker and the tier that each holder stands for."""
+    return [
+        (stop, [index.owners[slot] for slot in slots_of(mask)])
+        for stop, mask in index.live_runs(chain)
+    ]
+
+
+def test_a_holder_is_a_worker_with_the_nearest_tier_in_which_it_has_a_block() -> None:
+    index = index_of(A, B)
+    index.apply(events(A, 1, keys(2, 3, 4), tier=Tier.OBJECT))
+    index.apply(events(A, 1, keys(1, 2)))
+    index.apply(events(A, 1, keys(2, 3), tier=Tier.SSD))
+    index.apply(events(B, 1, keys(1, 2, 3, 4)))
+    held = [Tier.DRAM, Tier.DRAM, Tier.SSD, Tier.OBJECT]
+    slots = index.tier_slots("kv-a")
+    assert list(slots) == [Tier.DRAM, Tier.OBJECT, Tier.SSD]
+    found = dict(nearest(index, keys(1, 2, 3, 4)))
+    for number, tier in enumerate(held):
+        owners = next(owners for stop, owners in found.items() if number < stop)
+        assert set(owners) == {Replica(A, tier), Replica(B, Tier.DRAM)}
+    match = index.prefix_match(keys(1, 2, 3, 4))
+    stops = [match.run_of(first, 1 << slots[tier]) for first, tier in enumerate(held)]
+    assert stops == [2, 2, 3, 4]
+    assert match.run_of(0, 1 << slots[Tier.SSD]) == 0, "DRAM is nearer"
+    index.apply(events(A, 2, removed=keys(1, 2)))
+    assert index.prefix_match(keys(2, 3)).run_of(0, 1 << slots[Tier.SSD]) == 2
+    assert index.match(keys(2, 3, 4)) == {"kv-a": 3, "kv-b": 3}, "a worker counts with all tiers"
+
+
+def test_nearest_tiers_follow_workers_that_change() -> None:
     """The same slots, another owner: what was remembered of them must not be used."""
     index = index_of(A)
     index.apply(events(A, 1, keys(1)))

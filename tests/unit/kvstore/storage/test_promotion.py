@@ -48,7 +48,7 @@ class BusyDisks:
         return list(islice(wanted, self.max_loading - len(self.loading)))
 
     def load(
-        self, wanted: Sequence[BlockKey], *, gently: bool = False
+        self, wanted: Sequence[BlockKey], _now: float, *, gently: bool = False
     ) -> tuple[list[BlockKey], list[BlockKey]]:
         self.loading.update(wanted)
         return list(wanted), []

@@ -153,7 +153,7 @@ def test_down_and_up_again() -> None:
     assert tiers.reported[Tier.SSD] == {A, B}
     assert tiers.dram.block(A).checksum == 7
     tiers.evict(A, B)
-    assert tiers.tiering.load([A, B]) == ([A, B], [])
+    assert tiers.tiering.load([A, B], 0.0) == ([A, B], [])
     assert tiers.state() is State.LOADING
     assert tiers.tiering.is_loading(A)
     assert not tiers.tiering.can_load(A)
@@ -194,7 +194,7 @@ def test_a_refused_write_is_tried_again(outcome: Outcome) -> None:
 def test_a_block_that_a_disk_returns_wrong_is_lost_and_erased(outcome: Outcome) -> None:
     tiers = Tiers()
     tiers.on_disk_only(A)
-    tiers.tiering.load([A])
+    tiers.tiering.load([A], 0.0)
     tiers.end("read", outcome)
     assert tiers.loaded == [([], [A])]
     assert tiers.state() is State.IDLE
@@ -239,7 +239,7 @@ def test_a_block_removed_on_its_way_down_is_erased_however_the_write_ends(outcom
 def test_a_block_removed_on_its_way_up_is_lost_and_erased(outcome: Outcome) -> None:
     tiers = Tiers()
     tiers.on_disk_only(A)
-    tiers.tiering.load([A])
+    tiers.tiering.load([A], 0.0)
     assert tiers.remove(A)
     assert tiers.state() is State.LOADING_REMOVED
     assert tiers.tiering.is_loading(A), "readers wait for it until then"
@@ -277,20 +277,35 @@ def test_loading_gently_evicts_only_what_no_one_asked_for_again() -> None:
     tiers.put(B)
     tiers.tiering.used([B])
     assert tiers.tiering.is_reused(B)
-    assert tiers.tiering.load([A], gently=True) == ([], [])
+    assert tiers.tiering.load([A], 0.0, gently=True) == ([], [])
     tiers.evict(B)
-    assert tiers.tiering.load([A], gently=True) == ([A], [])
+    assert tiers.tiering.load([A], 0.0, gently=True) == ([A], [])
     tiers.end("read")
     assert not tiers.tiering.is_one_off(A), "its reader is still to come"
+
+
+def test_the_time_of_reads_counts_once_however_many_are_under_way() -> None:
+    tiers = Tiers()
+    tiers.scan(*(FoundBlock(block, 3 * slot, "", 7) for slot, block in enumerate(keys(1, 2, 3))))
+    for block, begun_s in zip(keys(1, 2), (10.0, 12.0), strict=True):
+        tiers.tiering.load([block], begun_s)
+    for op_id, ended_s in zip(list(tiers.disks.ops), (13.0, 14.5), strict=True):
+        del tiers.disks.ops[op_id]
+        done = DiskDone(op_id=op_id, outcomes=[Outcome.OK], checksums=[7])
+        tiers.tiering.on_done(done, ended_s)
+    tiers.tiering.load(keys(3), 20.0)
+    tiers.end("read", now=21.0)
+    assert tiers.tiering.read_seconds == {"ssd_read_seconds": 5.5}
+    assert tiers.counters["ssd_blocks_read"] == 3
 
 
 def test_how_much_may_be_on_its_way_is_bounded() -> None:
     tiers = Tiers(num_blocks=8, ssd_queue_bytes=2 * BLOCK)
     run = keys(1, 2, 3, 4)
     tiers.scan(*(FoundBlock(block, slot, "", 7) for slot, block in enumerate(run)))
-    assert tiers.tiering.load(run) == (run[:2], [])
+    assert tiers.tiering.load(run, 0.0) == (run[:2], [])
     assert tiers.tiering.loadable(run[2:]) == []
-    assert tiers.tiering.load(run[2:]) == ([], [])
+    assert tiers.tiering.load(run[2:], 0.0) == ([], [])
     tiers.end("read")
     assert tiers.tiering.loadable(run[2:]) == run[2:]
     tiers.put(*keys(11, 12))

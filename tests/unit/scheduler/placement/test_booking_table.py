@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mooncake.base import BlockSource, KeyChain, Role, WorkerRef
+from mooncake.base import BlockSource, KeyChain, Role, Tier, WorkerRef
 from mooncake.base.messages import Booking, BookingOver
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.placement.booking_table import BookingTable
@@ -57,12 +57,12 @@ def test_a_booking_loads_its_workers_until_it_is_released(bench: Bench) -> None:
     assert (prefill.queued_s(), prefill.num_queued_tokens()) == (0.5, 8)
     assert (decode.num_sequences(), decode.num_free_blocks()) == (1, 995)
     assert bench.table.inflight.match(KEYS) == {"p0": len(KEYS)}
-    assert bench.fetch.blocks_asked(ref("k0")) == 2
+    assert bench.fetch.blocks_asked(ref("k0")) == {Tier.DRAM: 2}
     bench.check("r")
     assert bench.table.release("r")
     assert (prefill.queued_s(), decode.num_sequences(), decode.num_free_blocks()) == (0, 0, 1000)
     assert bench.table.inflight.empty
-    assert bench.fetch.blocks_asked(ref("k0")) == 0
+    assert not bench.fetch.blocks_asked(ref("k0"))
     assert not bench.table.release("r"), "released before"
     bench.check()
 

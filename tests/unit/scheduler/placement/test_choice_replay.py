@@ -69,6 +69,7 @@ class Recorded(Twins):
             return
         self.running.append(asked)
         self.num_fetched += bool(placement.sources)
+        self.fetched_from.update(source.tier for source in placement.sources)
         again = read_again(placement)
         assert replay(again) == chosen(placement)
         self.num_replayed += 1
@@ -78,13 +79,16 @@ class Recorded(Twins):
         [decode] = [each for each in choice.decode if each.taken]
         assert prefill.num_cached_tokens == placement.num_cached_tokens
         assert prefill.num_fetch_blocks == placement.num_fetch_blocks
+        assert sum(prefill.fetch_blocks.values()) == placement.num_fetch_blocks
+        assert set(prefill.fetch_blocks) == {source.tier.value for source in placement.sources}
         assert decode.tbt_s == placement.predicted_tbt_s
 
 
-@pytest.mark.parametrize("first", range(0, 12, 4))
+@pytest.mark.parametrize("first", range(0, 16, 8))
 def test_what_was_chosen_is_chosen_again(first: int) -> None:
     num_replayed = num_fetched = num_whole = 0
-    for seed in range(first, first + 4):
+    fetched_from: set[Tier] = set()
+    for seed in range(first, first + 8):
         world = Recorded(seed)
         for _ in range(world.random.choice([6, 12, 24])):
             world.join()
@@ -93,10 +97,12 @@ def test_what_was_chosen_is_chosen_again(first: int) -> None:
         world.check()
         num_replayed += world.num_replayed
         num_fetched += world.num_fetched
+        fetched_from |= world.fetched_from
         num_whole += world.num_whole
     assert num_replayed > 40
     assert num_fetched > 4, "nothing was ever fetched: the worlds are too poor"
     assert num_whole < num_replayed
+    assert fetched_from & {Tier.SSD, Tier.OBJECT}, "nothing below DRAM"
 
 
 P0, P1, D0 = hello("p0", Role.PREFILL), hello("p1", Role.PREFILL), hello("d0", Role.DECODE)
@@ -107,6 +113,30 @@ def place(made: Conductor, asked: Any, exclude: list[str] | None = None) -> Plac
     result = made.place(asked, keys_of(asked), 0, 0.0, exclude)
     assert isinstance(result, Placement)
     return result
+
+
+def test_estimates_say_in_which_tiers_blocks_lie_and_what_each_costs() -> None:
+    pool = hello("kv0", Role.KVSTORE, node_id="node-p0")
+    made = conductor([P0, D0, pool], ssd_bytes_per_s=1e6, object_bytes_per_s=1e5)
+    keys = keys_of(request("long", 401))
+    for tier, first, stop in ((Tier.DRAM, 0, 50), (Tier.SSD, 40, 80), (Tier.OBJECT, 0, 100)):
+        made.on_blocks(snapshot(pool.worker, keys[first:stop], tier))
+    placement = place(made, request("long", 401))
+    again = read_again(placement)
+    assert dict(again.holders) == {
+        40: {Tier.DRAM: ["kv0"]}, 50: {Tier.DRAM: ["kv0"]},
+        80: {Tier.SSD: ["kv0"]}, 100: {Tier.OBJECT: ["kv0"]},
+    }  # fmt: skip
+    [estimate] = estimates(again).prefill
+    assert estimate.fetch_blocks == {"dram": 50, "ssd": 30}, "a bucket takes longer than computing"
+    assert estimate.fetch_s == pytest.approx(0.002 * 2 + 30 * 1000 / 1e6, rel=0.01)
+    assert (estimate.num_cached_tokens, estimate.num_fetch_blocks) == (320, 80)
+    made.on_load(LoadReport(worker=pool.worker, load=WorkerLoad(counters={
+        "object_blocks_read": 1e6, "object_read_seconds": 10.0,
+    })), 1.0)  # fmt: skip
+    later = read_again(place(made, request("second", prompt_tokens=[*range(400)])))
+    assert later.config.object_bytes_per_s == pytest.approx(1e8, rel=0.01), "it was learned"
+    assert {w.id: w.blocks_asked for w in later.workers}["kv0"] == {Tier.DRAM: 50, Tier.SSD: 30}
 
 
 def test_without_receipts_nothing_is_kept() -> None:
@@ -224,7 +254,7 @@ def test_what_facts_hold_of_many_workers_is_counted() -> None:
     named = {f"worker-{number}": 1 for number in range(1000)}
     for larger, least in (
         (replace(facts, inflight=named), 60_000),
-        (replace(facts, blocks_asked=named), 60_000),
+        (replace(facts, blocks_asked={name: {Tier.DRAM: 1} for name in named}), 60_000),
         (replace(facts, holders=((1, 1 << 80_000),)), 10_000),
     ):
         assert larger.num_bytes >= facts.num_bytes + least

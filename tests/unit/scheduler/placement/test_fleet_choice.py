@@ -36,17 +36,21 @@ class Twins:
             "kvcache_balancing_threshold": self.random.choice([1.0, 1.3, 3.0]),
             "whole_on_decode_max_tokens": self.random.choice([0, 0, 64]),
             "tbt_slo_s": self.random.choice([None, None, 0.05]),
+            "ssd_bytes_per_s": self.random.choice([1e5, 1e6, 1e9]),
+            "object_bytes_per_s": self.random.choice([1e5, 1e6]),
         }
         self.both = [
             Conductor(SchedulerConfig(**config), SeededIds(0), columns_from=columns_from)
             for columns_from in (0, 10**9)
         ]
         self.workers: dict[str, WorkerHello] = {}
-        self.numbers: dict[str, int] = {}
+        self.numbers: dict[tuple[str, Tier], int] = {}
+        self.num_joined = 0
         self.running: list[GenerateRequest] = []
         self.now = 0.0
         self.num_placed = 0
         self.num_fetched = 0
+        self.fetched_from: set[Tier] = set()
         families = [self.random.choices(range(1000), k=400) for _ in range(4)]
         self.prompts = [
             family[: self.random.randrange(8, 400)]
@@ -61,8 +65,8 @@ class Twins:
 
     def join(self) -> None:
         kind = self.random.choice("pppddk")
-        name = f"{kind}{len(self.numbers)}"
-        self.numbers[name] = 1
+        name = f"{kind}{self.num_joined}"
+        self.num_joined += 1
         joins = self.workers[name] = hello(
             name,
             KINDS[kind],
@@ -101,17 +105,18 @@ class Twins:
             keys = keys_of(request(prompt_tokens=self.random.choice(self.prompts)))
             begin, end = sorted(self.random.choices(range(len(keys) + 1), k=2))
             begin *= self.random.choice([0, 0, 1])
-            tier = Tier.DRAM if name[0] == "k" else Tier.HBM
+            below = self.random.choice([Tier.DRAM, Tier.DRAM, Tier.SSD, Tier.OBJECT])
+            tier = below if name[0] == "k" else Tier.HBM
+            number = self.numbers[name, tier] = self.numbers.get((name, tier), 0) + 1
             some = keys[begin:end]
             events = BlockEvents(
                 worker=ref(name),
                 tier=tier,
-                sequence_no=self.numbers[name],
+                sequence_no=number,
                 stored=some if self.random.random() < 0.8 else [],
                 removed=[] if self.random.random() < 0.8 else keys[:2],
-                snapshot=self.numbers[name] == 1,
+                snapshot=number == 1,
             )
-            self.numbers[name] += 1
             self.each(lambda conductor, events=events: conductor.on_blocks(events))
 
     def load(self) -> None:
@@ -146,6 +151,7 @@ class Twins:
         if isinstance(answers[0], Placement):
             self.running.append(asked)
             self.num_fetched += bool(answers[0].sources)
+            self.fetched_from.update(source.tier for source in answers[0].sources)
         else:
             assert isinstance(answers[0], Rejection)
 
@@ -174,6 +180,7 @@ class Twins:
 @pytest.mark.parametrize("first", range(0, 24, 8))
 def test_columns_and_views_agree(first: int) -> None:
     num_placed = num_fetched = 0
+    fetched_from: set[Tier] = set()
     for seed in range(first, first + 8):
         twins = Twins(seed)
         for _ in range(twins.random.choice([6, 20, 60])):
@@ -185,6 +192,8 @@ def test_columns_and_views_agree(first: int) -> None:
         twins.check()
         num_placed += twins.num_placed
         num_fetched += twins.num_fetched
+        fetched_from |= twins.fetched_from
+    assert {Tier.DRAM, Tier.SSD, Tier.OBJECT} <= fetched_from
     assert num_placed > 400
     assert num_fetched > 20, "nothing was ever fetched: the worlds are too poor"
 

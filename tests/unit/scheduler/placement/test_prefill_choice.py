@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from mooncake.base import Role, SeededIds
+from mooncake.base import Role, SeededIds, Tier
 from mooncake.scheduler.config import POLICIES, SchedulerConfig
 from mooncake.scheduler.placement.views import Assignment, InstanceView
 from mooncake.scheduler.placement.worker_choice import (
@@ -44,16 +44,19 @@ def worker(name: str, node: str = "", queue_s: float = 0.0) -> InstanceView:
 
 
 def run(
-    store: str, first: int, stop: int, *, block_s: float = BLOCK_S / 10, fixed_s: float = 0.001
-) -> StoreRun:
+    store: str, first: int, stop: int, *, block_s: float = BLOCK_S / 10, fixed_s: float = 0.001,
+    tier: Tier = Tier.DRAM,
+) -> StoreRun:  # fmt: skip
+    """Return a run of a node. Below DRAM its blocks are as far for the node itself, too."""
     return StoreRun(
         store=ref(store),
         node_id=f"node-{store}",
+        tier=tier,
         first=first,
         stop=stop,
         remote_s_per_block=block_s,
         remote_fixed_s=fixed_s,
-        local_s_per_block=block_s / 10,
+        local_s_per_block=block_s if tier.is_below_dram else block_s / 10,
         local_fixed_s=fixed_s / 10,
     )
 
@@ -67,10 +70,13 @@ class ListedSources:
     def at(self, first: int) -> list[StoreRun]:
         found = [
             run(r.store.worker_id, first, r.stop, block_s=r.remote_s_per_block,
-                fixed_s=r.remote_fixed_s)
+                fixed_s=r.remote_fixed_s, tier=r.tier)
             for r in self.runs if r.first <= first < r.stop
         ]  # fmt: skip
-        return sorted(found, key=lambda r: (-r.stop, r.remote_fixed_s, r.store.worker_id))
+        return sorted(
+            found,
+            key=lambda r: (r.tier.nearness, -r.stop, r.remote_fixed_s, r.store.worker_id),
+        )
 
     def longest(self, first: int) -> list[StoreRun]:
         return self.at(first)[:MAX_ALTERNATIVES]
@@ -139,6 +145,50 @@ def test_a_slow_tail_is_recomputed() -> None:
     assert fetched(best_option(query(401, {}, runs), worker("p0"), 0.0, 1.0)) == [("kv1", 0, 80)]
 
 
+def test_a_run_is_taken_as_far_down_its_tiers_as_it_pays() -> None:
+    near, slow = BLOCK_S / 10, 3 * BLOCK_S
+    for ssd_s, object_s, taken in (
+        (slow, slow, [("kv1", 0, 40)]),
+        (near, slow, [("kv1", 0, 40), ("kv1", 40, 70)]),
+        (near, near, [("kv1", 0, 40), ("kv1", 40, 70), ("kv1", 70, 100)]),
+        # What a slow disk costs is not more than what comes after it saves.
+        (1.2 * BLOCK_S, near, [("kv1", 0, 40), ("kv1", 40, 70), ("kv1", 70, 100)]),
+    ):
+        runs = [
+            run("kv1", 0, 40),
+            run("kv1", 40, 70, block_s=ssd_s, tier=Tier.SSD),
+            run("kv1", 70, 100, block_s=object_s, tier=Tier.OBJECT),
+        ]
+        for node in ("node-p0", "node-kv1"):
+            option = best_option(query(401, {}, runs), worker("p0", node), 0.0, 1.0)
+            assert fetched(option) == taken
+            tiers = [Tier.DRAM, Tier.SSD, Tier.OBJECT][: len(taken)]
+            assert [source.tier for source in option.sources] == tiers
+            assert list(option.fetch_blocks.items()) == [
+                (tier.value, stop - first)
+                for tier, (_, first, stop) in zip(tiers, taken, strict=True)
+            ]
+
+
+def test_memory_of_another_node_goes_before_a_slow_disk_of_the_own() -> None:
+    runs = [run("kv0", 0, 100, block_s=BLOCK_S / 2, tier=Tier.SSD), run("kv1", 0, 60)]
+    option = best_option(query(401, {}, runs), worker("p0", "node-kv0"), 0.0, 1.0)
+    assert fetched(option) == [("kv1", 0, 60), ("kv0", 60, 100)]
+    fast = [run("kv0", 0, 100, block_s=BLOCK_S / 20, tier=Tier.SSD), run("kv1", 0, 60)]
+    option = best_option(query(401, {}, fast), worker("p0", "node-kv0"), 0.0, 1.0)
+    assert fetched(option) == [("kv0", 0, 100)]
+
+
+def test_the_balancing_threshold_is_about_local_memory() -> None:
+    runs = [
+        run("kv0", 0, 40), run("kv0", 40, 100, block_s=3 * BLOCK_S, tier=Tier.SSD),
+        run("kv1", 0, 90),
+    ]  # fmt: skip
+    for threshold, taken in ((1.0, [("kv0", 0, 40), ("kv1", 40, 90)]), (2.5, [("kv0", 0, 40)])):
+        option = best_option(query(401, {}, runs), worker("p0", "node-kv0"), 0.0, threshold)
+        assert fetched(option) == taken
+
+
 def test_of_two_holders_the_idle_one_may_win_with_a_shorter_run() -> None:
     runs = [run("kv1", 0, 100, fixed_s=10.0), run("kv2", 0, 95)]
     option = best_option(query(401, {}, runs), worker("p0"), 0.0, 1.0)
@@ -173,7 +223,7 @@ def test_local_means_local() -> None:
 
 def test_no_way_found_is_slower_than_any_other_that_was_possible() -> None:
     """The choice is a true minimum over all cuts, not only over those that were tried."""
-    runs = [run("kv1", 0, 57), run("kv2", 57, 83), run("kv0", 0, 31)]
+    runs = [run("kv1", 0, 57), run("kv2", 57, 83, tier=Tier.SSD), run("kv0", 0, 31)]
     view, wanted = worker("p0", "node-kv0"), query(401, {"p0": 13}, runs)
     chosen = best_option(wanted, view, 0.0, 1.0)
     for stop in range(13, 84):

@@ -171,7 +171,7 @@ class Busy(Pair):
             for number in range(2):
                 self.submit(msgspec.structs.replace(prompt, request_id=f"{tenant}{number}"))
             held += self.keys(tenant)
-        self.gateway.handle(snapshot(self.store, held), self.now)
+        self.gateway.handle(snapshot(self.store, held, Tier.DRAM), self.now)
 
     def keys(self, tenant: str) -> list[BlockKey]:
         """Return the keys of the full blocks of a tenant's prompt."""
@@ -211,7 +211,7 @@ def test_it_reads_what_its_own_node_has_from_there() -> None:
     harness = Busy()
     keys = harness.keys("a")
     own = harness.join("kv1", Role.KVSTORE, node_id="node-p1")
-    harness.gateway.handle(snapshot(own, keys[:4]), harness.now)
+    harness.gateway.handle(snapshot(own, keys[:4], Tier.DRAM), harness.now)
     told = harness.told(harness.join("p1", Role.PREFILL))
     sources = next(run.sources for run in told if run.keys == keys)
     assert {(source.store.worker_id, source.first, source.stop) for source in sources} == {
@@ -219,7 +219,7 @@ def test_it_reads_what_its_own_node_has_from_there() -> None:
     }, "one run of all is better than two"
     local = Busy(fetch_remote=False)
     own = local.join("kv1", Role.KVSTORE, node_id="node-p1")
-    local.gateway.handle(snapshot(own, keys[:4]), local.now)
+    local.gateway.handle(snapshot(own, keys[:4], Tier.DRAM), local.now)
     told = local.told(local.join("p1", Role.PREFILL))
     assert [(run.keys, run.sources) for run in told] == [
         (keys[:4], [BlockSource(store=own, first=0, stop=4)])
