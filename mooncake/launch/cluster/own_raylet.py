@@ -75,7 +75,7 @@ class OwnRaylet:
         ]  # fmt: skip
         if head:
             port = address.rpartition(":")[2]
-            words += ["--head", f"--port={port}", "--include-dashboard=false"]
+            words += ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor"]
         else:
             words.append(f"--address={address}")
         with log.open("wb") as output:

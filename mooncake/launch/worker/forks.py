@@ -15,9 +15,12 @@ reads them when it is imported. Engines set their own number.
 """
 ENGINE = (
     "mooncake.launch.worker.process", "mooncake.launch.worker.page_hasher",
-    "mooncake.model.opening",
+    "mooncake.model.opening", "cryptography.hazmat.backends.openssl.backend",
 )  # fmt: skip
-RAY = ("mooncake.launch.cluster.ray_cluster", "ray.dashboard.agent", "ray.dashboard.dashboard")
+RAY = (
+    "mooncake.launch.cluster.ray_cluster", "ray.dashboard.agent", "ray.dashboard.dashboard",
+    "ray.util.state",  # it imports pydantic, as each actor does
+)  # fmt: skip
 """Modules that import Ray, which then reads the environment that it gives each worker."""
 UNUSED = ("*/ray/autoscaler/*/monitor.py",)
 """Scripts of a Ray started for us that nothing needs: its autoscaler would add machines."""
