@@ -1,6 +1,7 @@
 """The API server: HTTP and the chat APIs, tokenizer and templates; tokens in, text out.
 
-Names are imported when they are first used: reading the server's settings must not import FastAPI.
+Names are imported when they are first used: reading the server's settings must import neither
+pydantic nor uvicorn.
 """
 
 from __future__ import annotations

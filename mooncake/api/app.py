@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from mooncake import __version__
 from mooncake.api.api_server import ApiServer
 from mooncake.api.backend import Backend
 from mooncake.api.batches.in_process import ask
@@ -29,6 +28,7 @@ from mooncake.api.http.access_log import AccessLog
 from mooncake.api.http.event_loop import watch_loop
 from mooncake.api.http.repeats import REPLAYED
 from mooncake.api.http.response import ErrorResponse
+from mooncake.api.http.router import App, Router
 from mooncake.api.http.tracing import Tracing
 from mooncake.api.model import ServedModel
 from mooncake.api.routes.batches import batch_routes
@@ -57,7 +57,6 @@ from mooncake.api.schema.completion import CompletionRequest
 from mooncake.api.schema.message_replies import MessageReply, TokenCount
 from mooncake.api.schema.messages import CountTokensRequest, MessagesRequest
 from mooncake.api.schema.mode import ModeReply, UpdateWeightsRequest
-from mooncake.api.schema.openapi import add_schemas
 from mooncake.api.schema.replies import (
     ChatReply,
     CompletionReply,
@@ -106,17 +105,6 @@ _REPLIES: list[type[msgspec.Struct]] = [
 ]  # fmt: skip
 
 
-class _App(FastAPI):
-    """FastAPI whose OpenAPI document also has the bodies and replies that routes handle
-    themselves.
-    """
-
-    def openapi(self) -> dict[str, Any]:
-        if not self.openapi_schema:
-            add_schemas(super().openapi(), _BODIES, _REPLIES)
-        return self.openapi_schema or {}
-
-
 def create_app(
     backend: Backend,
     model: ServedModel,
@@ -130,7 +118,7 @@ def create_app(
     tracer: Tracer | None = None,
     receipts: Receipts | None = None,
     control: GatewayBackend | None = None,
-) -> FastAPI:
+) -> App:
     """Return the ASGI application.
 
     Its `state.api_server` is the `ApiServer` (which explains `recent`, `vitals`, `receipts` and
@@ -151,23 +139,20 @@ def create_app(
         receipts=receipts,
         control=control,
     )
-    app = _App(
-        title="Mooncake",
-        version=__version__,
-        docs_url=None,  # FastAPI's page loads scripts from elsewhere; `page_routes` has our own
-        redoc_url=None,
-        openapi_url=None,  # FastAPI encodes the document anew for each request; `page_routes` once
-    )
     recorder = recorder or Recorders()
     batches = None
     if config.batch_dir is not None:
         seen = partial(_record_batches, recorder, clock)
-        batches = BatchService(api_server, Path(config.batch_dir), ask=partial(ask, app), seen=seen)
-    app.state.batches = batches
+        batches = BatchService(
+            api_server, Path(config.batch_dir), ask=lambda *asked: ask(app, *asked), seen=seen
+        )
+    router = Router()
     for routes in _ROUTES:
-        app.include_router(routes(api_server))
-    app.include_router(file_routes(batches))
-    app.include_router(batch_routes(api_server, batches))
+        router.include(routes(api_server))
+    router.include(file_routes(batches))
+    router.include(batch_routes(api_server, batches))
+    app = App(router, _BODIES, _REPLIES)
+    app.state.batches = batches
     if tracer is not None:
         app.add_middleware(Tracing, tracer=tracer, clock=clock, model_name=api_server.names[0])
     finish_app(app, api_server, config, ids=ids, clock=clock, recorder=recorder)
@@ -175,7 +160,7 @@ def create_app(
 
 
 def finish_app(
-    app: FastAPI,
+    app: Starlette,
     serving: Serving,
     config: ApiConfig,
     *,

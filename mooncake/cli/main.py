@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mooncake.cli.command import Command
 
 EXTRAS = {
-    "fastapi": "api", "httptools": "api", "httpx": "api", "pydantic": "api", "ray": "ray",
+    "httptools": "api", "httpx": "api", "pydantic": "api", "ray": "ray",
     "starlette": "api", "uvicorn": "api", "uvloop": "api",
 }  # fmt: skip
 """Packages that not every installation has -> the extra that brings them."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mooncake import __version__
 from mooncake.api.app import finish_app
 from mooncake.api.engines.asked import AT_ANY, GENERATING, Asked
 from mooncake.api.engines.proxy import EngineProxy
@@ -17,6 +16,7 @@ from mooncake.api.engines.relay import MAX_ATTEMPTS, Relay
 from mooncake.api.http.client import RequestFailed
 from mooncake.api.http.request_body import read_json
 from mooncake.api.http.response import json_response, unless_gone
+from mooncake.api.http.router import App, Router
 from mooncake.api.routes.operations import operation_routes
 from mooncake.base import Clock, IdSource, ModelNotFound, Unavailable
 from mooncake.telemetry.events import Recorder
@@ -24,13 +24,11 @@ from mooncake.telemetry.events import Recorder
 
 def create_engines_app(
     proxy: EngineProxy, *, ids: IdSource, clock: Clock, recorder: Recorder
-) -> FastAPI:
+) -> Starlette:
     """Return the ASGI application; its `state` is that of `create_app`. Its `watch_loop` also looks
     after the engines.
     """
-    app = FastAPI(
-        title="Mooncake", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
-    )
+    router = Router()
 
     async def generate(request: Request) -> Response:
         asked = await _read(request, proxy)
@@ -42,16 +40,16 @@ def create_engines_app(
         return await unless_gone(request, _from_any(proxy, asked, request))
 
     for path in GENERATING:
-        app.add_route(path, generate, methods=["POST"])
+        router.post(path)(generate)
     for path in AT_ANY:
-        app.add_route(path, at_any, methods=["POST"])
+        router.post(path)(at_any)
 
-    @app.get("/v1/models")
+    @router.get("/v1/models")
     async def models() -> Response:
         """List the models of all engines that take requests."""
         return json_response(msgspec.json.encode({"object": "list", "data": proxy.cards()}))
 
-    @app.get("/v1/models/{name:path}")
+    @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """Describe one of these models."""
         for card in proxy.cards():
@@ -59,7 +57,8 @@ def create_engines_app(
                 return json_response(msgspec.json.encode(card))
         raise ModelNotFound(f"The model {name[:200]!r} does not exist here", param="model")
 
-    app.include_router(operation_routes(proxy))
+    router.include(operation_routes(proxy))
+    app = App(router)
     app.state.batches = None
     finish_app(app, proxy, proxy.config, ids=ids, clock=clock, recorder=recorder)
     watch_loop = app.state.watch_loop

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from mooncake.api.config import ApiConfig
 from mooncake.api.http.connection import limited_protocol
@@ -182,7 +182,7 @@ class _TlsDoor:
 
 
 async def serve(
-    app: FastAPI,
+    app: Starlette,
     config: ApiConfig,
     *,
     stop: asyncio.Event,

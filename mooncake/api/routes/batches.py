@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,6 +10,7 @@ from mooncake.api.batches.service import BatchService
 from mooncake.api.errors import ErrorReply
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import check_class, json_response, tenant_of
+from mooncake.api.http.router import Router
 from mooncake.api.routes.files import AFTER, limit_of, limit_parameter, needed
 from mooncake.api.schema.batches import BatchList, BatchObject, BatchRequest
 from mooncake.api.schema.openapi import operation
@@ -20,11 +20,11 @@ from mooncake.base import Priority
 MAX_BATCHES = 100
 
 
-def batch_routes(api_server: ApiServer, batches: BatchService | None) -> APIRouter:
+def batch_routes(api_server: ApiServer, batches: BatchService | None) -> Router:
     """Return the routes of batches; without `batches` they say what turns them on."""
-    router = APIRouter()
+    router = Router()
 
-    @router.post("/v1/batches", openapi_extra=operation(BatchRequest, BatchObject, ErrorReply))
+    @router.post("/v1/batches", described=operation(BatchRequest, BatchObject, ErrorReply))
     async def create(request: Request) -> Response:
         """Answer every line of an uploaded file, in the class batch."""
         service = needed(batches)
@@ -37,7 +37,7 @@ def batch_routes(api_server: ApiServer, batches: BatchService | None) -> APIRout
 
     @router.get(
         "/v1/batches",
-        openapi_extra=operation(None, BatchList, ErrorReply)
+        described=operation(None, BatchList, ErrorReply)
         | {"parameters": [AFTER, limit_parameter(MAX_BATCHES)]},
     )
     async def list_batches(request: Request) -> Response:
@@ -52,13 +52,13 @@ def batch_routes(api_server: ApiServer, batches: BatchService | None) -> APIRout
         page = BatchList(data=data, first_id=ids[0], last_id=ids[-1], has_more=has_more)
         return json_response(encode(page))
 
-    @router.get("/v1/batches/{batch_id}", openapi_extra=operation(None, BatchObject, ErrorReply))
+    @router.get("/v1/batches/{batch_id}", described=operation(None, BatchObject, ErrorReply))
     async def batch(request: Request, batch_id: str) -> Response:
         """Describe one batch: its status, how many lines are answered, its files."""
         return json_response(encode(await needed(batches).batch(tenant_of(request), batch_id)))
 
     @router.post(
-        "/v1/batches/{batch_id}/cancel", openapi_extra=operation(None, BatchObject, ErrorReply)
+        "/v1/batches/{batch_id}/cancel", described=operation(None, BatchObject, ErrorReply)
     )
     async def cancel(request: Request, batch_id: str) -> Response:
         """End a batch early. Lines without an answer end in its error file."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,6 +21,7 @@ from mooncake.api.http.response import (
     tenant_of,
     unless_gone,
 )
+from mooncake.api.http.router import Router
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import (
@@ -36,13 +36,13 @@ from mooncake.api.schema.replies import (
 from mooncake.api.text.answer import Delta
 
 
-def chat_routes(api_server: ApiServer) -> APIRouter:
+def chat_routes(api_server: ApiServer) -> Router:
     """Return the chat route over `api_server`."""
-    router = APIRouter()
+    router = Router()
 
     @router.post(
         "/v1/chat/completions",
-        openapi_extra=operation(ChatRequest, ChatReply, ErrorReply, stream=True),
+        described=operation(ChatRequest, ChatReply, ErrorReply, stream=True),
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation, whole or as a stream of events."""

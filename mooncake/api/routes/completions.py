@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastapi import APIRouter
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,6 +23,7 @@ from mooncake.api.http.response import (
     tenant_of,
     unless_gone,
 )
+from mooncake.api.http.router import Router
 from mooncake.api.schema.completion import CompletionRequest
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import (
@@ -37,13 +37,13 @@ from mooncake.api.text.answer import Delta
 from mooncake.base import TokenLogprobs, unpacked_logprobs
 
 
-def completion_routes(api_server: ApiServer) -> APIRouter:
+def completion_routes(api_server: ApiServer) -> Router:
     """Return the completion route over `api_server`."""
-    router = APIRouter()
+    router = Router()
 
     @router.post(
         "/v1/completions",
-        openapi_extra=operation(CompletionRequest, CompletionReply, ErrorReply, stream=True),
+        described=operation(CompletionRequest, CompletionReply, ErrorReply, stream=True),
     )
     async def completions(request: Request) -> Response:
         """Continue one or more prompts, whole or as a stream of events."""

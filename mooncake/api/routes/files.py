@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
@@ -15,6 +14,7 @@ from mooncake.api.batches.service import PURPOSE, READ_BYTES, BatchService, NewF
 from mooncake.api.errors import ApiError, ErrorReply, shorten
 from mooncake.api.http.multipart import FormSplitter, Head, boundary_of
 from mooncake.api.http.response import json_response, tenant_of
+from mooncake.api.http.router import Router
 from mooncake.api.schema.batches import FileDeleted, FileList, FileObject
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import encode
@@ -42,11 +42,10 @@ _FORM = {
         }
     },
 }
-_CONTENT: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The file.",
-        "content": {JSONL: {"schema": {"type": "string", "format": "binary"}}},
-    }
+_CONTENT = operation(None, None, ErrorReply)
+_CONTENT["responses"]["200"] = {
+    "description": "The file.",
+    "content": {JSONL: {"schema": {"type": "string", "format": "binary"}}},
 }
 
 
@@ -88,13 +87,13 @@ def limit_of(request: Request, default: int, most: int) -> int:
     return int(given)
 
 
-def file_routes(batches: BatchService | None) -> APIRouter:
+def file_routes(batches: BatchService | None) -> Router:
     """Return the routes of files; without `batches` they say what turns them on."""
-    router = APIRouter()
+    router = Router()
 
     @router.post(
         "/v1/files",
-        openapi_extra=operation(None, FileObject, ErrorReply) | {"requestBody": _FORM},
+        described=operation(None, FileObject, ErrorReply) | {"requestBody": _FORM},
     )
     async def upload(request: Request) -> Response:
         """Take a file of JSON lines, for a batch. It is written to the disk as it arrives."""
@@ -104,7 +103,7 @@ def file_routes(batches: BatchService | None) -> APIRouter:
 
     @router.get(
         "/v1/files",
-        openapi_extra=operation(None, FileList, ErrorReply)
+        described=operation(None, FileList, ErrorReply)
         | {
             "parameters": [
                 AFTER,
@@ -132,23 +131,18 @@ def file_routes(batches: BatchService | None) -> APIRouter:
         page = FileList(data=data, first_id=ids[0], last_id=ids[-1], has_more=has_more)
         return json_response(encode(page))
 
-    @router.get("/v1/files/{file_id}", openapi_extra=operation(None, FileObject, ErrorReply))
+    @router.get("/v1/files/{file_id}", described=operation(None, FileObject, ErrorReply))
     async def file(request: Request, file_id: str) -> Response:
         """Describe one file."""
         return json_response(encode(await needed(batches).file(tenant_of(request), file_id)))
 
-    @router.delete("/v1/files/{file_id}", openapi_extra=operation(None, FileDeleted, ErrorReply))
+    @router.delete("/v1/files/{file_id}", described=operation(None, FileDeleted, ErrorReply))
     async def delete(request: Request, file_id: str) -> Response:
         """Delete a file that no open batch reads."""
         await needed(batches).delete_file(tenant_of(request), file_id)
         return json_response(encode(FileDeleted(id=file_id)))
 
-    @router.get(
-        "/v1/files/{file_id}/content",
-        response_class=StreamingResponse,
-        responses=_CONTENT,
-        openapi_extra=operation(None, None, ErrorReply),
-    )
+    @router.get("/v1/files/{file_id}/content", described=_CONTENT)
     async def content(request: Request, file_id: str) -> Response:
         """Return what is in a file."""
         service, tenant = needed(batches), tenant_of(request)

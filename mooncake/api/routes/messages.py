@@ -4,7 +4,6 @@ Errors have Anthropic's shape (`mooncake.api.errors`).
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,19 +22,20 @@ from mooncake.api.http.response import (
     tenant_of,
     unless_gone,
 )
+from mooncake.api.http.router import Router
 from mooncake.api.schema.message_replies import MessageReply, TokenCount
 from mooncake.api.schema.messages import CountTokensRequest, MessagesRequest
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import encode
 
 
-def messages_routes(api_server: ApiServer) -> APIRouter:
+def messages_routes(api_server: ApiServer) -> Router:
     """Return the routes of Anthropic's API over `api_server`."""
-    router = APIRouter()
+    router = Router()
 
     @router.post(
         "/v1/messages",
-        openapi_extra=operation(MessagesRequest, MessageReply, AnthropicError, stream=True),
+        described=operation(MessagesRequest, MessageReply, AnthropicError, stream=True),
     )
     async def messages(request: Request) -> Response:
         """Answer a conversation given as blocks, whole or as a stream of events."""
@@ -54,7 +54,7 @@ def messages_routes(api_server: ApiServer) -> APIRouter:
 
     @router.post(
         "/v1/messages/count_tokens",
-        openapi_extra=operation(CountTokensRequest, TokenCount, AnthropicError),
+        described=operation(CountTokensRequest, TokenCount, AnthropicError),
     )
     async def count_tokens(request: Request) -> Response:
         """Return how many tokens the prompt of such a message has."""

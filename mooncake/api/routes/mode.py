@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,6 +14,7 @@ from mooncake.api.errors import ErrorReply, forbidden, shorten
 from mooncake.api.gateway_backend import GatewayBackend
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import json_response
+from mooncake.api.http.router import Router
 from mooncake.api.schema.mode import ModeReply, UpdateWeightsRequest
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import encode
@@ -51,9 +51,9 @@ def _chosen(request: Request, choice: _Choice) -> str:
     return value
 
 
-def mode_routes(api_server: ApiServer) -> APIRouter:
+def mode_routes(api_server: ApiServer) -> Router:
     """Return these routes over `api_server`."""
-    router = APIRouter()
+    router = Router()
     described = operation(None, ModeReply, ErrorReply)
 
     def control(request: Request) -> GatewayBackend:
@@ -70,41 +70,41 @@ def mode_routes(api_server: ApiServer) -> APIRouter:
         assert api_server.control is not None
         return json_response(encode(ModeReply.of(api_server.control.mode)))
 
-    @router.post("/pause", openapi_extra=described | _parameters(_MODE))
+    @router.post("/pause", described=described | _parameters(_MODE))
     async def pause(request: Request) -> Response:
         """Take no more requests; they get 503. Answers when none runs any more."""
         aborts = _chosen(request, _MODE) == "abort"
         await control(request).order(lambda to, done: to.pause(done, aborts=aborts))
         return reply()
 
-    @router.post("/resume", openapi_extra=described)
+    @router.post("/resume", described=described)
     async def resume(request: Request) -> Response:
         """Take requests again."""
         await control(request).order(lambda to, done: to.resume(done))
         return reply()
 
-    @router.post("/sleep", openapi_extra=described | _parameters(_LEVEL, _MODE))
+    @router.post("/sleep", described=described | _parameters(_LEVEL, _MODE))
     async def sleep(request: Request) -> Response:
         """Free the memory of all engines. Answers when they sleep; requests get 503 meanwhile."""
         level, aborts = int(_chosen(request, _LEVEL)), _chosen(request, _MODE) == "abort"
         await control(request).order(lambda to, done: to.sleep(level, done, aborts=aborts))
         return reply()
 
-    @router.post("/wake_up", openapi_extra=described)
+    @router.post("/wake_up", described=described)
     async def wake_up(request: Request) -> Response:
         """Wake all engines. Answers when they can compute again."""
         await control(request).order(lambda to, done: to.wake(done))
         return reply()
 
-    @router.get("/is_sleeping", openapi_extra=described)
-    @router.get("/is_paused", openapi_extra=described)
+    @router.get("/is_sleeping", described=described)
+    @router.get("/is_paused", described=described)
     async def mode(request: Request) -> Response:
         """Say whether the cluster is paused and whether its engines sleep."""
         control(request)
         return reply()
 
     @router.post(
-        "/update_weights", openapi_extra=operation(UpdateWeightsRequest, ModeReply, ErrorReply)
+        "/update_weights", described=operation(UpdateWeightsRequest, ModeReply, ErrorReply)
     )
     async def update_weights(request: Request) -> Response:
         """Replace the weights of all engines by those in a directory of their machines. The cluster

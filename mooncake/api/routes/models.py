@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.responses import Response
 
 from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import ErrorReply
 from mooncake.api.http.response import json_response
+from mooncake.api.http.router import Router
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import ModelCard, ModelList, encode
 
 
-def model_routes(api_server: ApiServer) -> APIRouter:
+def model_routes(api_server: ApiServer) -> Router:
     """Return the model routes over `api_server`."""
-    router = APIRouter()
+    router = Router()
 
-    @router.get("/v1/models", openapi_extra=operation(None, ModelList, ErrorReply))
+    @router.get("/v1/models", described=operation(None, ModelList, ErrorReply))
     async def models() -> Response:
         """List the names under which the model is served."""
         return json_response(
             encode(ModelList("list", [_card(api_server, name) for name in api_server.names]))
         )
 
-    @router.get("/v1/models/{name:path}", openapi_extra=operation(None, ModelCard, ErrorReply))
+    @router.get("/v1/models/{name:path}", described=operation(None, ModelCard, ErrorReply))
     async def model(name: str) -> Response:
         """Describe one of these names."""
         api_server.check_model(name)

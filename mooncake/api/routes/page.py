@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 from importlib import resources
 
-from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from mooncake.api.api_server import ApiServer
 from mooncake.api.http.access import PAGE_PATH
 from mooncake.api.http.response import STREAM_HEADERS, ErrorResponse, event, until_gone
+from mooncake.api.http.router import Router
 from mooncake.api.schema.replies import encode
 from mooncake.base import Overloaded
 
@@ -40,11 +40,11 @@ _HEADERS = {
 }
 
 
-def page_routes(api_server: ApiServer) -> APIRouter:
+def page_routes(api_server: ApiServer) -> Router:
     """Return the page's routes over `api_server`. They are not in the OpenAPI document: people use
     them, and the feed has no end.
     """
-    router = APIRouter(include_in_schema=False)
+    router = Router()
     files = _read_files()
 
     @router.get("/")

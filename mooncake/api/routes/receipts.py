@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mooncake.api.api_server import ApiServer
 from mooncake.api.errors import ApiError, ErrorReply, shorten
 from mooncake.api.http.response import json_response, tenant_of, unless_gone
+from mooncake.api.http.router import Router
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import encode
 from mooncake.telemetry.audit import OPERATOR_ROUTE, audit
@@ -16,9 +16,9 @@ from mooncake.telemetry.receipt import Bundle, Receipt
 from mooncake.telemetry.receipts import Kept, Receipts, bundle
 
 
-def receipt_routes(api_server: ApiServer) -> APIRouter:
+def receipt_routes(api_server: ApiServer) -> Router:
     """Return the routes of receipts over `api_server`."""
-    router = APIRouter()
+    router = Router()
 
     def found(name: str, tenant: str | None) -> tuple[Receipts, Kept]:
         receipts = api_server.receipts
@@ -35,9 +35,7 @@ def receipt_routes(api_server: ApiServer) -> APIRouter:
             )
         return receipts, kept
 
-    @router.get(
-        "/v1/requests/{name:path}/receipt", openapi_extra=operation(None, Receipt, ErrorReply)
-    )
+    @router.get("/v1/requests/{name:path}/receipt", described=operation(None, Receipt, ErrorReply))
     async def receipt(request: Request, name: str) -> Response:
         """Say of one of the last calls who was chosen for it and why, and what came of it.
 
@@ -57,9 +55,7 @@ def receipt_routes(api_server: ApiServer) -> APIRouter:
         await unless_gone(request, weighed())
         return json_response(encode(receipts.receipt(kept)))
 
-    @router.get(
-        "/v1/cluster/bundles/{name:path}", openapi_extra=operation(None, Bundle, ErrorReply)
-    )
+    @router.get("/v1/cluster/bundles/{name:path}", described=operation(None, Bundle, ErrorReply))
     async def bundles(request: Request, name: str) -> Response:
         """Return the facts of the placements of one of the last calls: `mooncake simulate --replay`
         makes these choices again.

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,6 +18,7 @@ from mooncake.api.generation.generation import Call
 from mooncake.api.generation.logprobs import LogprobSpeller
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import CallResponse, call_id, tenant_of, unless_gone
+from mooncake.api.http.router import Router
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.response_replies import ResponseReply
@@ -26,13 +26,13 @@ from mooncake.api.schema.responses import ResponsesRequest
 from mooncake.base import SamplingParams
 
 
-def responses_routes(api_server: ApiServer) -> APIRouter:
+def responses_routes(api_server: ApiServer) -> Router:
     """Return the responses route over `api_server`."""
-    router = APIRouter()
+    router = Router()
 
     @router.post(
         "/v1/responses",
-        openapi_extra=operation(ResponsesRequest, ResponseReply, ErrorReply, stream=True),
+        described=operation(ResponsesRequest, ResponseReply, ErrorReply, stream=True),
     )
     async def responses(request: Request) -> Response:
         """Answer a conversation given as items, whole or as a stream of events."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,6 +15,7 @@ from mooncake.api.generation.sampling import (
 )
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import json_response, tenant_of, unless_gone
+from mooncake.api.http.router import Router
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import (
     DetokenizeReply,
@@ -28,11 +28,11 @@ from mooncake.api.text.conversation import render_conversation
 from mooncake.base import InvalidRequest
 
 
-def token_routes(api_server: ApiServer) -> APIRouter:
+def token_routes(api_server: ApiServer) -> Router:
     """Return the tokenizer routes over `api_server`."""
-    router = APIRouter()
+    router = Router()
 
-    @router.post("/tokenize", openapi_extra=operation(TokenizeRequest, TokenizeReply, ErrorReply))
+    @router.post("/tokenize", described=operation(TokenizeRequest, TokenizeReply, ErrorReply))
     async def tokenize(request: Request) -> Response:
         """Return the ids of a prompt, or of a conversation after the chat template."""
         body = await read_body(request, TokenizeRequest, api_server)
@@ -40,9 +40,7 @@ def token_routes(api_server: ApiServer) -> APIRouter:
         work = api_server.tokenizing.run(lambda: _tokenized(api_server, body), tenant_of(request))
         return json_response(await unless_gone(request, work))
 
-    @router.post(
-        "/detokenize", openapi_extra=operation(DetokenizeRequest, DetokenizeReply, ErrorReply)
-    )
+    @router.post("/detokenize", described=operation(DetokenizeRequest, DetokenizeReply, ErrorReply))
     async def detokenize(request: Request) -> Response:
         """Return the text of token ids, special tokens included."""
         body = await read_body(request, DetokenizeRequest, api_server)
@@ -59,7 +57,7 @@ def token_routes(api_server: ApiServer) -> APIRouter:
         )
         return json_response(await unless_gone(request, work))
 
-    @router.get("/tokenizer_info", openapi_extra=operation(None, TokenizerInfoReply, ErrorReply))
+    @router.get("/tokenizer_info", described=operation(None, TokenizerInfoReply, ErrorReply))
     async def tokenizer_info() -> Response:
         """Return the special tokens and the chat template."""
         model = api_server.model

@@ -1,9 +1,8 @@
-"""Adds bodies and replies to the OpenAPI document. Routes read and write these themselves, so
-FastAPI does not know them.
-"""
+"""What the OpenAPI document says of bodies and replies."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 _REFERENCE = "#/components/schemas/{model}"
+JSON = "application/json"
 _EVENTS = {"type": "string", "description": "Server-sent events, with stream=true."}
 
 
@@ -21,10 +21,10 @@ def operation(
     *,
     stream: bool = False,
 ) -> dict[str, Any]:
-    """Return a route's `openapi_extra`: its JSON body, its reply (also as a stream, if it has one;
+    """Return the description of a route: its JSON body, its reply (also as a stream, if it has one;
     None: the route describes it itself), and the body of every status other than 200.
     """
-    content: dict[str, Any] = {"application/json": _schema(reply)} if reply is not None else {}
+    content: dict[str, Any] = {JSON: _schema(reply)} if reply is not None else {}
     if stream:
         content["text/event-stream"] = {"schema": _EVENTS}
     described: dict[str, Any] = {
@@ -32,22 +32,30 @@ def operation(
             **({"200": {"description": "The answer.", "content": content}} if content else {}),
             "default": {
                 "description": "What is wrong with the request, or with the server.",
-                "content": {"application/json": _schema(error)},
+                "content": {JSON: _schema(error)},
             },
         }
     }
     if body is not None:
         described["requestBody"] = {
             "required": True,
-            "content": {"application/json": _schema(body)},
+            "content": {JSON: _schema(body)},
         }
     return described
 
 
+def answer(media_type: str = "", schema: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the description of a route whose answer has no schema of ours; without a media type it
+    has no body.
+    """
+    content = {"content": {media_type: {"schema": schema or {}}}} if media_type else {}
+    return {"responses": {"200": {"description": "The answer.", **content}}}
+
+
 def add_schemas(
     document: dict[str, Any],
-    bodies: list[type[BaseModel]],
-    replies: list[type[msgspec.Struct]],
+    bodies: Sequence[type[BaseModel]],
+    replies: Sequence[type[msgspec.Struct]],
 ) -> None:
     """Put the schemas of `bodies` and `replies`, and all they refer to, into `document`."""
     _, of_bodies = models_json_schema(

@@ -22,7 +22,7 @@ from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.model.tiny_models import random_tokens
 
 ROOT = Path(__file__).resolve().parents[3]
-ABSENT = "fastapi,httptools,httpx,pydantic,pyverbs,ray,starlette,uvicorn,uvloop,zmq"
+ABSENT = "httptools,httpx,pydantic,pyverbs,ray,starlette,uvicorn,uvloop,zmq"
 PROMPTS = [random_tokens(length, seed=length, vocab_size=512) for length in (3, 20)]
 SETTINGS = {"max_model_len": 64, "block_size": 16, "num_gpu_blocks_override": 16, "num_threads": 1}
 TRITON = {"attention_backend": "triton", "moe_backend": "triton"}

@@ -170,7 +170,7 @@ def test_a_missing_extra_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing(*_: object, **__: object) -> int:
-        raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi.routing")
+        raise ModuleNotFoundError("No module named 'starlette'", name="starlette.routing")
 
     monkeypatch.setattr("mooncake.cli.status.Client", missing)
     assert cli.run(["status"]) == 2

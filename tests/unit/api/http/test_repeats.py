@@ -36,7 +36,7 @@ class App:
         try:
             while (await receive()).get("more_body"):
                 pass
-        except ApiError as error:  # as FastAPI answers it
+        except ApiError as error:  # as the application answers it
             await ErrorResponse(error)(scope, receive, send)
             return
         self.num_runs += 1

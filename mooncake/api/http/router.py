@@ -1,0 +1,142 @@
+"""Routes: which function answers a method at a path, and what the OpenAPI document says about it.
+
+A function takes `request`, if it wants it, and by name what the braces of its path hold.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mooncake import __version__
+from mooncake.api.schema.openapi import add_schemas
+
+Answers = Callable[..., Awaitable[Response]]
+
+_BRACES = re.compile(r"{(\w+)(?::\w+)?}")
+"""What a request's path has there, with the kind that says whether that may hold slashes."""
+
+
+class Router:
+    """Collects routes."""
+
+    def __init__(self) -> None:
+        self.routes: list[Route] = []
+        self.paths: dict[str, dict[str, Any]] = {}
+        """The `paths` of the OpenAPI document."""
+
+    def get(
+        self, path: str, described: Mapping[str, Any] | None = None
+    ) -> Callable[[Answers], Answers]:
+        """Have a function answer GET. `described`: what the OpenAPI document says about it besides
+        its name, its docstring and its path; None: it is not there.
+        """
+        return self._adding("GET", path, described)
+
+    def post(
+        self, path: str, described: Mapping[str, Any] | None = None
+    ) -> Callable[[Answers], Answers]:
+        """Have a function answer POST; see `get`."""
+        return self._adding("POST", path, described)
+
+    def delete(
+        self, path: str, described: Mapping[str, Any] | None = None
+    ) -> Callable[[Answers], Answers]:
+        """Have a function answer DELETE; see `get`."""
+        return self._adding("DELETE", path, described)
+
+    def include(self, other: Router) -> None:
+        """Take over all routes of `other`."""
+        self.routes += other.routes
+        for path, operations in other.paths.items():
+            self.paths.setdefault(path, {}).update(operations)
+
+    def _adding(
+        self, method: str, path: str, described: Mapping[str, Any] | None
+    ) -> Callable[[Answers], Answers]:
+        def add(answers: Answers) -> Answers:
+            route = Route(path, _endpoint(answers), methods=[method])
+            route.methods = {method}  # Starlette adds HEAD
+            self.routes.append(route)
+            if described is not None:
+                shown = _BRACES.sub(r"{\1}", path)
+                operation = _operation(answers, method, path, described)
+                self.paths.setdefault(shown, {})[method.lower()] = operation
+            return answers
+
+        return add
+
+
+class App(Starlette):
+    """The ASGI application of a router."""
+
+    def __init__(
+        self,
+        router: Router,
+        bodies: Sequence[type[BaseModel]] = (),
+        replies: Sequence[type[msgspec.Struct]] = (),
+    ) -> None:
+        """`bodies` and `replies`: those that descriptions of routes refer to."""
+        super().__init__(routes=router.routes)
+        self._paths = router.paths
+        self._bodies = bodies
+        self._replies = replies
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document."""
+        document = {
+            "openapi": "3.1.0",
+            "info": {"title": "Mooncake", "version": __version__},
+            "paths": self._paths,
+        }
+        add_schemas(document, self._bodies, self._replies)
+        return document
+
+
+def _endpoint(answers: Answers) -> Callable[[Request], Awaitable[Response]]:
+    takes_request = "request" in inspect.signature(answers).parameters
+
+    async def endpoint(request: Request) -> Response:
+        given = {"request": request} if takes_request else {}
+        return await answers(**given, **request.path_params)
+
+    return endpoint
+
+
+def _operation(
+    answers: Answers, method: str, path: str, described: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what the document says about a route. Programs that are made from it name functions by
+    `operationId`.
+    """
+    name = str(getattr(answers, "__name__", ""))
+    shown = re.sub(r"\W", "_", name + _BRACES.sub(r"{\1}", path))
+    held = [
+        {
+            "name": each, "in": "path", "required": True,
+            "schema": {"type": "string", "title": _title(each)},
+        }
+        for each in _BRACES.findall(path)
+    ]  # fmt: skip
+    operation = {
+        "summary": _title(name),
+        "description": inspect.getdoc(answers) or "",
+        "operationId": f"{shown}_{method.lower()}",
+        **described,
+    }
+    if parameters := [*held, *described.get("parameters", [])]:
+        operation["parameters"] = parameters
+    return operation
+
+
+def _title(name: str) -> str:
+    return name.replace("_", " ").title()
