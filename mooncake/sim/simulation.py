@@ -83,6 +83,8 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether engines plan their steps for these limits, as served ones do: as limits where the
     scheduler has one on gaps, otherwise as targets.
     """
+    block_tokens: int = TRACE_BLOCK_TOKENS
+    """The tokens of a block. A trace names those of the default."""
     pool_tokens: int = 3_000_000
     """The DRAM pool of each prefill instance in tokens (Mooncake, FAST'25: about 1 TB per node of
     LLaMA3-70B). 0: no pool, so only HBM caches.
@@ -167,7 +169,7 @@ class Simulation:
         most = self.cost.shape.dp
         if config.num_played is not None and not 1 <= config.num_played <= most:
             raise ConfigError(f"num_played: {config.num_played} of {most} instances of an engine")
-        self.layout = sim_layout(config.model, TRACE_BLOCK_TOKENS, LAYER_GROUPS)
+        self.layout = sim_layout(config.model, config.block_tokens, LAYER_GROUPS)
         self.measures = Measures()
         self._lengths = workload.output_lengths
         self._max_model_len = max(config.model.max_model_len, workload.max_model_len)
@@ -324,7 +326,7 @@ class Simulation:
             layout=self.layout,
             engine=engines,
             kvstore=KvStoreConfig(
-                dram_bytes=max(1, config.pool_tokens // TRACE_BLOCK_TOKENS)
+                dram_bytes=max(1, config.pool_tokens // config.block_tokens)
                 * self.layout.block_bytes,
                 report_interval_s=REPORT_INTERVAL_S,
                 ssd=self._ssd(),
@@ -356,22 +358,22 @@ class Simulation:
         )
 
     def _ssd(self) -> list[SsdConfig]:
-        num_bytes = self.config.ssd_tokens // TRACE_BLOCK_TOKENS * self.layout.block_bytes
+        num_bytes = self.config.ssd_tokens // self.config.block_tokens * self.layout.block_bytes
         return [SsdConfig(directory="/ssd", num_bytes=num_bytes)] if num_bytes else []
 
     def _object_store(self) -> ObjectStoreConfig | None:
-        num_bytes = self.config.object_tokens // TRACE_BLOCK_TOKENS * self.layout.block_bytes
+        num_bytes = self.config.object_tokens // self.config.block_tokens * self.layout.block_bytes
         return ObjectStoreConfig(bucket="bucket", num_bytes=num_bytes) if num_bytes else None
 
     def _engines(self) -> dict[Role, EngineConfig]:
         config = self.config
-        num_blocks = (config.hbm_tokens or self.cost.kv_tokens) // TRACE_BLOCK_TOKENS
+        num_blocks = (config.hbm_tokens or self.cost.kv_tokens) // config.block_tokens
         make = partial(
             EngineConfig,
             num_blocks=num_blocks,
             max_model_len=self._max_model_len + 1,
             max_waiting=1 << 16,
-            block_tokens=TRACE_BLOCK_TOKENS,
+            block_tokens=config.block_tokens,
             num_stages=self.cost.shape.pp,
             max_steps_in_flight=self.cost.shape.pp + 1 if self.cost.shape.pp > 1 else 1,
             max_gap_s=config.tbt_slo_s / SLACK if config.plan_by_limits else None,
