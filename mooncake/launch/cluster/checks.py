@@ -12,24 +12,20 @@ from mooncake.launch.host.importing import importing
 from mooncake.launch.pool_node.disks import check_disks
 
 
-def ray_environment(config: ServeConfig) -> dict[str, str]:
-    """Return the environment in which Ray is started, used or joined.
+def check_ray(config: ServeConfig) -> None:
+    """Check the Ray that `--ray-address` names.
 
     Raises:
-        ConfigError: Ray would talk to other machines without TLS and no setting allows that, or a
-            file for TLS is wrong.
+        ConfigError: it is another machine's, without TLS, and no setting allows that; or a file for
+            TLS is wrong.
     """
-    address = config.join or config.ray_address
-    host = config.bind_host if address is None else address.rpartition(":")[0]
-    environ = environment.with_ray_tls(
-        environment.variables(),
-        config.ray_ssl_certfile, config.ray_ssl_keyfile, config.ray_ssl_ca_certs,
-    )  # fmt: skip
+    if config.ray_address is None:
+        return
+    environ, host = environment.variables(), config.ray_address.rpartition(":")[0]
     environment.check_ray_tls(host, environ, without_tls=config.ray_without_tls)
     if (files := environment.ray_tls(environ)) is not None:
         certfile, keyfile, ca_certs = files
         TlsFiles(certfile=certfile, keyfile=keyfile, ca_certs=ca_certs).context()
-    return environ
 
 
 def check_start(config: ServeConfig, plan: ServePlan, *, adopts: bool = False) -> None:
@@ -44,8 +40,7 @@ def check_start(config: ServeConfig, plan: ServePlan, *, adopts: bool = False) -
         raise ConfigError(plan.refusal)
     if not adopts:
         check_memory(plan, machine_facts.available_bytes())
-    if not config.colocated and config.role is None:
-        ray_environment(config)
+    check_ray(config)
     if config.role != "kvstore" or config.ssl_certfile or config.api_keys_file:
         _check_api_server(config)
     if config.ray_address is None and config.role != "gateway":

@@ -1,23 +1,17 @@
-"""What a process must know to join a cluster, and how it asks for it without Ray.
+"""What a process must know to join a cluster, and how it asks for it.
 
-The cluster's first process signs the facts, and a gateway asks it for them over HTTP. Its workers
-tell the same to processes that join by Ray's address (`ray_cluster`), and gateways tell it by
-message: any gateway may answer, and the channel, which is open for as long as a process asks,
-proves that it is one. Nothing here uses Ray: a gateway that joins by URL needs neither Ray nor its
-token.
+Gateways tell it by message: any of them may answer, and the channel, which is open for as long as a
+process asks, proves that it is one.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import logging
 import select
-import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from http import HTTPStatus
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -27,20 +21,16 @@ from mooncake.base import (
     Forbidden,
     MooncakeError,
     SystemIds,
-    Unavailable,
     Unreachable,
     WorkerRef,
 )
 from mooncake.base.cluster_mode import ClusterMode, Weights
 from mooncake.base.messages import AskCluster, ClusterTold, NextLife, Refused
-from mooncake.base.rights import CredentialRole, client_id
-from mooncake.identity import Credential, Trust
+from mooncake.base.rights import client_id
+from mooncake.identity import Credential
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
-from mooncake.launch.host.credentials import seal, sign_request, unseal
-from mooncake.launch.host.guard import Guard
-from mooncake.launch.host.http_client import Client
-from mooncake.launch.host.http_server import Answer, Route, document, error
+from mooncake.launch.host.credentials import kept_secret
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.model.options import ModelOptions
 from mooncake.rpc.listeners import Listener, who_listens
@@ -53,10 +43,6 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 GATEWAY_ID = "gateway"
 """The id of the first gateway of a cluster."""
-SEAL = "cluster facts"
-"""The purpose that a signature of the facts names."""
-FACTS_PATH = "/v1/cluster/facts"
-"""The path at the health port of a cluster's first process, if that process has no API."""
 ASK_AGAIN_S = 0.5
 """Seconds between two questions to a cluster that is not up yet."""
 ANSWER_S = 10.0
@@ -102,30 +88,8 @@ def with_weights(facts: ClusterFacts, weights: Weights) -> ClusterFacts:
     return msgspec.structs.replace(facts, worker=facts.worker.next(life))
 
 
-def sealed_facts(facts: ClusterFacts, credential: Credential) -> bytes:
-    """Return the facts without the secret, signed by a gateway's credential."""
-    return seal(encode_facts(facts), credential, SEAL)
-
-
 def without_secret(settings: WorkerSettings) -> WorkerSettings:
     return msgspec.structs.replace(settings, cluster_secret="")
-
-
-def decode_facts(found: bytes, trust: Trust) -> ClusterFacts:
-    """Return the facts that were sealed. Fields that only a later release knows are ignored.
-
-    Raises:
-        Forbidden: they come from another cluster, or were altered.
-        ConfigError: the release that wrote them leaves out fields that this one needs.
-    """
-    try:
-        data = unseal(found, trust, SEAL, CredentialRole.GATEWAY)
-    except MooncakeError as problem:
-        raise Forbidden(
-            "cluster-secret: it is not the secret of that cluster, or the answer of its first "
-            f"process was altered ({problem.message})"
-        ) from problem
-    return read_facts(data)
 
 
 def read_facts(data: bytes) -> ClusterFacts:
@@ -141,49 +105,6 @@ def read_facts(data: bytes) -> ClusterFacts:
             "the cluster's first process runs a release that cannot work with this one "
             f"({problem}); run the same release here"
         ) from problem
-
-
-def facts_routes(sealed: Callable[[], bytes | None], guard: Guard) -> Mapping[str, Route]:
-    """Return the route at which workers and gateways get the facts that `sealed` returns. `sealed`
-    returns None while they are not known.
-    """
-
-    def act(_: object) -> Answer:
-        found = sealed()
-        if found is None:
-            return error(HTTPStatus.SERVICE_UNAVAILABLE, "the cluster is still starting")
-        return document(HTTPStatus.OK, {"facts": base64.b64encode(found).decode()})
-
-    return {FACTS_PATH: guard.route("GET", act, CredentialRole.GATEWAY, CredentialRole.WORKER)}
-
-
-def facts_from(url: str, credential: Credential, ca_certs: str | None) -> ClusterFacts:
-    """Ask the first process of a cluster for its facts; the request is signed. `ca_certs`: a file
-    of trusted authorities for HTTPS; None: the authorities that this machine trusts.
-
-    Raises:
-        NotUp: nobody answers there, or the cluster is still starting.
-        Unauthorized, Forbidden: the process refuses, or belongs to another cluster.
-        ConfigError: the file is wrong.
-    """
-    try:
-        tls = ssl.create_default_context(cafile=ca_certs) if url.startswith("https:") else None
-    except OSError as problem:
-        raise ConfigError(f"join-ca-certs: {ca_certs}: {problem}") from problem
-
-    def sign(method: str, path: str, challenge: str) -> str:
-        return sign_request(credential, method, path, challenge)
-
-    try:
-        found = Client(url, sign=sign, tls=tls).get(FACTS_PATH)
-        sealed = base64.b64decode(found["facts"])
-    except Unavailable as problem:
-        raise NotUp(problem.message) from problem
-    except (KeyError, TypeError, ValueError) as problem:
-        raise ConfigError(
-            f"join: {url} is not the health port of a `mooncake serve --headless`"
-        ) from problem
-    return decode_facts(sealed, credential)
 
 
 def when_up(
@@ -285,6 +206,18 @@ def why_silent(
         f"no gateway answers at {' or '.join(addresses)}: is one there, and can this machine reach "
         "it?"
     )
+
+
+def joining_secret(config: ServeConfig) -> str:
+    """Return the secret or credential of a process that joins: the one that it was given, or the
+    one that the cluster's first process keeps on this machine for its own user.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if config.cluster_secret is not None:
+        return config.cluster_secret
+    return kept_secret(config.seeds[0])
 
 
 def facts_of_seeds(config: ServeConfig, credential: Credential) -> ClusterFacts:

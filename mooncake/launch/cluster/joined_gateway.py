@@ -1,15 +1,13 @@
 """A gateway that starts no worker: `mooncake serve --role gateway`.
 
-A gateway that joins learns where the cluster is and how it places requests: from another gateway,
-or by HTTP from the cluster's first process. A gateway whose address others join decides this by its
-own settings. From then on it needs only the workers and the other gateways, and does not use Ray.
-Owns no worker.
+A gateway that joins learns from another gateway where the cluster is and how it places requests. A
+gateway whose address others join decides this by its own settings. From then on it needs only the
+workers and the other gateways, and does not use Ray. Owns no worker.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import msgspec
 
@@ -20,16 +18,14 @@ from mooncake.launch.cluster.facts import (
     GATEWAY_ID,
     ClusterFacts,
     encode_facts,
-    facts_from,
     facts_of_seeds,
-    when_up,
+    joining_secret,
 )
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import Workers, own_facts
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
-from mooncake.launch.host.credentials import kept_secret
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.rpc.seed_addresses import SeedAddresses
 from mooncake.rpc.zmq_channel import ZmqChannel
@@ -83,13 +79,8 @@ class JoinedCluster(Workers):
 
     def _ask(self, config: ServeConfig) -> ClusterFacts:
         """Ask for the facts, with the credential that this gateway uses from then on."""
-        address = str(config.join)
-        secret = kept_secret(address) if config.cluster_secret is None else config.cluster_secret
-        self._credential = credential = own_credential(secret, CredentialRole.GATEWAY)
-        if config.seeds:
-            return facts_of_seeds(config, credential)
-        ask = partial(facts_from, address, credential, config.join_ca_certs)
-        return when_up(ask, config.join_timeout)
+        self._credential = own_credential(joining_secret(config), CredentialRole.GATEWAY)
+        return facts_of_seeds(config, self._credential)
 
     def open(self) -> GatewayProcess:
         """Return the gateway. It finds workers and other gateways once it is driven.

@@ -1,4 +1,4 @@
-"""Runs one worker in this process, without Ray, or has a group that shares its experts run. What
+"""Runs one worker in this process, or has a group that shares its experts run. What
 runs the command starts it again: systemd, a kubelet, `mooncake up` or a person.
 
 Owns signals and the order of ending. `joining` makes the worker's settings, or `pool` those of a
@@ -22,7 +22,7 @@ from mooncake.base.parallel import DP_FLAG
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.launch.cluster import report
-from mooncake.launch.cluster.facts import facts_of_seeds
+from mooncake.launch.cluster.facts import facts_of_seeds, joining_secret
 from mooncake.launch.cluster.log_file import start_log
 from mooncake.launch.cluster.lone_group import run_group
 from mooncake.launch.cluster.workers import await_stages, joining_workers
@@ -46,20 +46,20 @@ def serve_worker(config: ServeConfig) -> int:
         MooncakeError: no gateway answers, the worker cannot start, or the cluster gave it up.
     """
     assert config.role is not None
-    assert config.cluster_secret is not None
     if config.role != Role.KVSTORE:
         environment.restart_with(environment.variables())
     start_log(config.role, config.log_level, config.log_format, config.log_file)
     configure_audit(config.role, config.audit_log)
     # It may wait for the cluster, and the first process of a pod ignores what it does not handle.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    credential = own_credential(config.cluster_secret, CredentialRole.WORKER)
+    secret = joining_secret(config)
+    credential = own_credential(secret, CredentialRole.WORKER)
     facts = facts_of_seeds(config, credential)
-    settings, *sharers = joining_workers(config, facts, config.cluster_secret)
+    settings, *sharers = joining_workers(config, facts, secret)
     if sharers and settings.num_gpus:
         raise ConfigError(
-            f"{DP_FLAG}: workers on GPUs that share their experts join through Ray, which gives "
-            "each its own GPUs: --join HOST:PORT, the address of Ray"
+            f"{DP_FLAG}: workers on GPUs that share their experts cannot join a cluster yet; start "
+            "them with it"
         )
     await_stages(settings, credential, config.join_timeout, threading.Event())
     console = Console(stderr=True, markup=False)

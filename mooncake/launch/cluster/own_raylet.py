@@ -1,7 +1,5 @@
-"""Starts Ray's processes on a machine that joins a cluster, if none of that cluster run there yet.
-
-Ray attaches a process only to a *raylet* of its own machine. This module starts one with `ray
-start`, and ends it with the process that joined. Imports no ray.
+"""Starts the processes that make a machine a node of Ray, and ends them with this process. Imports
+no ray.
 """
 
 from __future__ import annotations
@@ -12,10 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from mooncake.base import ConfigError, MooncakeError
-from mooncake.launch.host import environment, machine_facts
+from mooncake.launch.host import machine_facts
 from mooncake.launch.host.credentials import private_dir
 
 START_S = 180.0
@@ -35,20 +32,8 @@ _PROGRAM = (
 _log = logging.getLogger(__name__)
 
 
-def is_here(address: str) -> bool:
-    """Return whether a raylet of the cluster at `address` runs on this machine."""
-    wanted = f"--gcs-address={address}".encode()
-    for place in Path("/proc").iterdir():
-        try:
-            if place.name.isdigit() and wanted in (place / "cmdline").read_bytes().split(b"\0"):
-                return True
-        except OSError:
-            continue  # it has ended
-    return False
-
-
 class OwnRaylet:
-    """Starts the raylet of this machine for one process that joins, and ends it with that."""
+    """The raylet of this machine, which ends with the process that starts it."""
 
     def __init__(
         self, address: str, bind_host: str, stops: Callable[[], bool], *, head: bool = False
@@ -57,15 +42,9 @@ class OwnRaylet:
         there. `stops`: whether to give up. `head`: the cluster begins here, at that address.
 
         Raises:
-            ConfigError: others cannot reach `bind_host`, or Ray does not start.
+            ConfigError: Ray does not start.
             MooncakeError: `stops` has returned true.
         """
-        if environment.is_loopback(bind_host) and not head:
-            here = machine_facts.address_towards(address)
-            raise ConfigError(
-                f"bind-host: the cluster at {address} is on another machine, which cannot reach "
-                f"{bind_host}: give this machine's address there, such as --bind-host {here}"
-            )
         log = private_dir() / f"raylet-{os.getpid()}.log"
         words = [
             "start", "--block", "--disable-usage-stats", "--num-cpus=0",
@@ -101,7 +80,7 @@ class OwnRaylet:
             if self._process.poll() is not None or time.monotonic() > deadline_s:
                 lines = [line.strip() for line in said.splitlines() if line.strip()]
                 raise ConfigError(
-                    f"join: Ray does not start on this machine for the cluster at {address}: "
+                    f"ray: Ray does not start on this machine for the cluster at {address}: "
                     f"{' / '.join(lines[-SHOWN_LINES:]) or 'it says nothing'}. Both machines need "
                     "the same version of Ray and the same token in ~/.ray/auth_token"
                 )

@@ -20,7 +20,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,24 +34,19 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from mooncake.base import ConfigError, Forbidden, MooncakeError, Role, SystemIds
-from mooncake.identity import Trust
+from mooncake.base import ConfigError, MooncakeError, Role, SystemIds, Unreachable
 from mooncake.launch.cluster.facts import (
-    ClusterFacts,
-    NotUp,
-    decode_facts,
     without_secret,
 )
 from mooncake.launch.cluster.followed_load import LoadFollower
 from mooncake.launch.cluster.own_raylet import OBJECT_STORE_BYTES
 from mooncake.launch.cluster.worker_handle import Begin, Told, WorkerHandle, fingerprint, place_of
+from mooncake.launch.config.config import WILDCARDS
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.credentials import (
     keep_ray_token_private,
-    kept_secret,
     private_dir,
     read_secret,
-    secret_file,
 )
 from mooncake.launch.host.descendants import Descendants, has_ended
 from mooncake.launch.host.fork_server import ForkServer
@@ -65,6 +60,7 @@ _groups: Any = importlib.import_module("ray.util.placement_group")
 """Ray declares no types for these."""
 
 NAMESPACE = "mooncake"
+LOOPBACK = "127.0.0.1"
 CONNECT_S = 10.0
 """Ray must answer within this time."""
 AGENTS_S = 0.5
@@ -125,7 +121,6 @@ class WorkerActor:
         self._leaving: tuple[float, bool] | None = None
         """Set once the worker is to stop: see `stop`."""
         self._is_pool = False
-        self._facts = b""
 
     def __repr__(self) -> str:
         """Return what Ray puts before each line of the log."""
@@ -197,27 +192,6 @@ class WorkerActor:
             if self._handle is not None:
                 self._handle.leave(limit_s, waits=waits)
 
-    def tell(self, facts: bytes) -> None:
-        """Keep the sealed facts that a joining process must know."""
-        self._facts = facts
-
-    def facts(self) -> bytes:
-        """Return what `tell` was told last; b"" = nothing yet."""
-        return self._facts
-
-
-class FactsActor:
-    """Tells joining processes the facts of a cluster whose first process starts no worker;
-    otherwise its workers tell them. It is started anew at each change, so that it does not forget
-    them when Ray restarts its process.
-    """
-
-    def __init__(self, facts: bytes) -> None:
-        self._facts = facts
-
-    def facts(self) -> bytes:
-        return self._facts
-
 
 @dataclasses.dataclass(eq=False)
 class _Entry:
@@ -255,7 +229,8 @@ def _begin(settings: WorkerSettings, secret_file: Path, orphan_s: float) -> Begi
     secret, file = _secret_here(secret_file)
     return Begin(
         settings=settings, secret=secret, secret_file=None if file is None else str(file),
-        advertise_host=_own_address(), fingerprint=fingerprint(settings), orphan_s=orphan_s,
+        advertise_host=_own_address(settings.bind_host), fingerprint=fingerprint(settings),
+        orphan_s=orphan_s,
     )  # fmt: skip
 
 
@@ -277,15 +252,19 @@ def _secret_here(file: Path) -> tuple[str, Path | None]:
     )
 
 
-def _own_address() -> str:
-    """Return this machine's address as Ray knows it."""
+def _own_address(bind_host: str) -> str:
+    """Return where others reach a worker of this machine: `bind_host`, or for a wildcard the
+    machine's address as Ray knows it.
+    """
+    if bind_host not in WILDCARDS:
+        return bind_host
     get_node_ip_address: Any = ray.util.get_node_ip_address
     return str(get_node_ip_address())
 
 
-def connect(address: str | None, bind_host: str, *, forks: ForkServer | None = None) -> None:
-    """Start Ray on this machine, or attach to the cluster at `address`. `forks` starts the Python
-    processes of a Ray that is started here.
+def connect(address: str | None, *, forks: ForkServer | None = None) -> None:
+    """Start Ray for this machine alone, or attach to the cluster at `address`. `forks` starts the
+    Python processes of a Ray that is started here.
 
     Ray's processes end with the *thread* that started them, so it must outlive them.
 
@@ -303,7 +282,7 @@ def connect(address: str | None, bind_host: str, *, forks: ForkServer | None = N
             "num_gpus": machine_facts.num_gpus(),
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
-            "_node_ip_address": bind_host,
+            "_node_ip_address": LOOPBACK,
         }
     python = sys.executable
     if address is None and forks is not None:
@@ -404,63 +383,6 @@ def _living() -> list[dict[str, Any]]:
     return [node for node in known() if node["Alive"]]
 
 
-def address() -> str:
-    """Return the address other machines join by."""
-    return str(ray.get_runtime_context().gcs_address)
-
-
-def read_facts(trust: Trust) -> ClusterFacts:
-    """Return what the workers of the cluster's first process were told (see `Supervisor.tell`).
-
-    Raises:
-        NotUp: no `mooncake serve` answers in this Ray cluster.
-        Forbidden: the cluster has another secret.
-        ConfigError: the release that wrote the facts leaves out fields that this one needs.
-    """
-    refusal: MooncakeError = NotUp(
-        "no server in this Ray cluster, or none that answers yet; start `mooncake serve` there "
-        "first, or wait for it with --join-timeout"
-    )
-    for sealed in _told():
-        try:
-            return decode_facts(sealed, trust)
-        except (Forbidden, ConfigError) as problem:  # there may be two clusters in it
-            refusal = problem
-    raise refusal
-
-
-def _told() -> Iterator[bytes]:
-    """Yield the facts that the named actors of this Ray cluster tell, as their answers come."""
-    names: Any = ray.util.list_named_actors
-    calls = []
-    for name in names():
-        with contextlib.suppress(ValueError):  # it has ended meanwhile
-            actor: Any = ray.get_actor(name)
-            calls.append(actor.facts.remote())
-    end_s = time.monotonic() + CONNECT_S
-    while calls:
-        done, calls = ray.wait(calls, timeout=max(0.0, end_s - time.monotonic()))
-        if not done:
-            return
-        with contextlib.suppress(RayError):
-            if sealed := ray.get(done[0]):
-                yield sealed
-
-
-def cluster_secret(address: str, given: str | None) -> str:
-    """Return the secret of the cluster at `address`: the one given, or the one that its first
-    process keeps on this machine for its own user.
-
-    Raises:
-        ConfigError: there is no secret.
-    """
-    if given is not None:
-        return given
-    if not secret_file(address).exists():
-        reach(address)  # that nothing is there says more
-    return kept_secret(address)
-
-
 def reach(address: str) -> None:
     """Raise ConfigError when `address` refuses connections, when only one of the two sides speaks
     TLS, or when one does not trust the other.
@@ -478,22 +400,23 @@ def reach(address: str) -> None:
     except ssl.SSLError as error:
         raise _distrust(address, error.reason or str(error)) from error
     except OSError as error:
-        raise NotUp(
-            f"no Ray cluster at {address}: {error.strerror or error}; is `mooncake serve` running "
-            "there, and this the address that it printed?"
+        raise Unreachable(
+            f"no Ray cluster at {address}: {error.strerror or error}; is Ray running there, and is "
+            "this its address?"
         ) from error
     if not speaks and files is not None:
         raise _distrust(address, "it hung up")
     if not speaks:
         raise ConfigError(
-            f"ray-ssl-certfile: Ray at {address} does not answer without TLS: give certificates of "
-            "its authority, --ray-ssl-certfile, --ray-ssl-keyfile and --ray-ssl-ca-certs"
+            f"ray-address: Ray at {address} does not answer without TLS: set RAY_USE_TLS=1 and "
+            "name certificates of its authority by RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and "
+            "RAY_TLS_CA_CERT"
         )
 
 
 def _distrust(address: str, why: str) -> ConfigError:
     return ConfigError(
-        f"ray-ssl-certfile: Ray at {address} and this machine do not trust each other's "
+        f"ray-address: Ray at {address} and this machine do not trust each other's "
         f"certificates, or Ray speaks in clear there ({why})"
     )
 
@@ -519,8 +442,8 @@ def _speaks(connection: socket.socket) -> bool:
 class Supervisor:
     """Starts worker processes, reports each death at once, restarts workers and ends them all.
 
-    Everything runs in the thread that called `connect`, except `give_up` and `tell`. `lost` is
-    called with a worker's id.
+    Everything runs in the thread that called `connect`, except `give_up`. `lost` is called with a
+    worker's id.
     """
 
     def __init__(
@@ -553,10 +476,6 @@ class Supervisor:
         self._here_only = True
         self._trouble = ""
         """Why Ray could not start or end workers when that was tried last."""
-        self._facts = b""
-        self._facts_actor: Any = None
-        """The actor that tells the facts if there is no worker."""
-        self._facts_lock = threading.Lock()
         self._nodes: Mapping[str, str] | None = None
         """See `place`. None: the workers are of no cluster that a file describes."""
         self._entries: list[_Entry] = []
@@ -632,41 +551,6 @@ class Supervisor:
             together = each.expert_group is not None  # these share a memory
             entry = self._launch(each, here_only=here_only or together, waits=waits)
             self._entries.append(entry)
-        self._answer_without_workers()
-
-    def _answer_without_workers(self) -> None:
-        with self._facts_lock:
-            if self._facts and not self._entries and self._facts_actor is None:
-                self._start_facts_actor()
-
-    def tell(self, facts: bytes) -> None:
-        """Have the workers answer with `facts` to processes that join by Ray's address; if there is
-        no worker, an actor answers. From any thread. If it is not called before `start`, nobody can
-        join.
-        """
-        with self._facts_lock:
-            self._facts = facts
-            if self.ray_is_gone:
-                return
-            for entry in list(self._entries):
-                entry.actor.tell.remote(facts)
-            if self._facts_actor is not None:
-                self._start_facts_actor()
-
-    def _start_facts_actor(self) -> None:
-        """Start the actor that answers if there is no worker. It replaces an earlier one."""
-        before = self._facts_actor
-        node = ray.get_runtime_context().get_node_id()
-        actor: Any = ray.remote(FactsActor)
-        self._facts_actor = actor.options(
-            name=f"facts {time.monotonic_ns()} of {node}",
-            num_cpus=0,
-            max_restarts=-1,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            runtime_env={"env_vars": environment.QUIET},
-        ).remote(self._facts)
-        if before is not None:
-            ray.kill(before, no_restart=True)
 
     def give_up(self) -> None:
         """Have `start` or `watch` return soon; from any thread."""
@@ -725,7 +609,6 @@ class Supervisor:
         """Forget a worker that was told to leave."""
         self._tell_lost(entry)
         self._end([entry])
-        self._answer_without_workers()
 
     def are_ready(self) -> bool:
         """Return whether all workers serve."""
@@ -769,8 +652,6 @@ class Supervisor:
         while runs and time.monotonic() < end_s and not self._hurry.is_set():
             _, runs = ray.wait(runs, num_returns=len(runs), timeout=POLL_S)
         self._end(list(self._entries))
-        if self._facts_actor is not None:
-            ray.kill(self._facts_actor, no_restart=True)
         self.forget()
 
     def _end(self, entries: Sequence[_Entry]) -> None:
@@ -816,7 +697,6 @@ class Supervisor:
             actor: Any = (
                 ray.remote(WorkerActor)
                 .options(
-                    name=self._name(settings) if self._facts else None,
                     num_cpus=0,
                     num_gpus=settings.num_gpus,  # Ray names them to the process: it sees no others
                     max_restarts=-1,
@@ -840,17 +720,8 @@ class Supervisor:
             return {"CPU": float((options.num_threads or 1) * options.shape.num_ranks)}
         return {}
 
-    @staticmethod
-    def _name(settings: WorkerSettings) -> str:
-        """Return a name for an actor that asks for no worker's place: the one before may still be
-        ending.
-        """
-        return f"{settings.worker_id} {time.monotonic_ns()} of {settings.gateway_address}"
-
     def _run(self, actor: Any, settings: WorkerSettings) -> Any:
         """Make an actor that has just started be a worker; return the call."""
-        if self._facts:
-            actor.tell.remote(self._facts)
         shares = settings.expert_group is not None  # it cannot meet others that start anew
         orphan_s = 0.0 if shares else self._orphan_s
         return _call_run(actor, settings, self._secret_file, self._run_name, orphan_s)

@@ -119,7 +119,7 @@ def run_node(file: str, name: str | None) -> int:
     environ = environment.with_ray_tls(environment.variables(), CERTIFICATE, KEY, AUTHORITY)
     environ["RAY_AUTH_TOKEN_PATH"] = str(Path(RAY_TOKEN).absolute())
     environ |= {placed_worker.FILE: str(path), placed_worker.MACHINE: machine.name}
-    environment.prepare_ray(machine.address, environ)
+    environment.prepare_ray(environ, here_only=False)
     node = _Node(cluster, machine)
     try:
         node.run()
@@ -203,7 +203,7 @@ class _Node:
         def go_on() -> bool:
             return self._goes_on(raylet)
 
-        ray_cluster.connect(address, self._machine.address)
+        ray_cluster.connect(address)
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray sets its own
             signal.signal(number, self._on_signal)
         try:

@@ -1,4 +1,4 @@
-"""The workers of `mooncake serve` on Ray, and the one worker of `mooncake serve --role … --join`.
+"""The workers of `mooncake serve` on Ray.
 
 Owns the supervisor; `ray_cluster` owns Ray itself.
 """
@@ -6,45 +6,28 @@ Owns the supervisor; `ray_cluster` owns Ray itself.
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import threading
-from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
-from rich.console import Console
-
 from mooncake.base import MooncakeError
-from mooncake.base.cluster_mode import Weights
-from mooncake.base.rights import CredentialRole
-from mooncake.identity import Credential, own_credential
-from mooncake.launch.cluster import own_raylet, ray_cluster, report
-from mooncake.launch.cluster.facts import (
-    encode_facts,
-    facts_routes,
-    sealed_facts,
-    when_up,
-    with_weights,
-)
+from mooncake.identity import Credential
+from mooncake.launch.cluster import ray_cluster, report
+from mooncake.launch.cluster.facts import encode_facts
 from mooncake.launch.cluster.followed_load import LoadFollower, first_workers
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.kept_run import KeptRun
 from mooncake.launch.cluster.worker_handle import end_left, place_of
 from mooncake.launch.cluster.workers import (
     Workers,
-    await_stages,
     cluster_workers,
-    joining_workers,
     own_facts,
 )
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
-from mooncake.launch.host import environment, machine_facts
+from mooncake.launch.host import machine_facts
 from mooncake.launch.host.credentials import secret_file, write_private
 from mooncake.launch.host.fork_server import ForkServer
-from mooncake.launch.host.guard import Guard
-from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.telemetry.health import Vitals
@@ -57,6 +40,8 @@ _log = logging.getLogger(__name__)
 
 class RayWorkers(Workers):
     """Starts and watches the workers of a cluster whose gateway is this process."""
+
+    can_be_joined = True
 
     def __init__(
         self,
@@ -83,17 +68,13 @@ class RayWorkers(Workers):
         self._supervisor: ray_cluster.Supervisor | None = None
         self._thread: threading.Thread | None = None
         self._secret_files: list[Path] = []
-        """The files in which processes of this user find the secret: by Ray's address, and by the
-        gateway's.
-        """
+        """The files in which processes of this user on this machine find the secret."""
         self._own_file = Path()
-        """The one that this machine's workers follow."""
+        """The one that the workers follow."""
         self._settings: list[WorkerSettings] = []
         """The settings of all workers that there may be."""
         self._follower: LoadFollower | None = None
-        self._here_only = environment.is_loopback(config.bind_host)
-        self._sealed: bytes | None = None
-        """The facts that joining processes are told."""
+        self._here_only = config.ray_address is None
 
     def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
         self._thread = threading.Thread(
@@ -155,8 +136,8 @@ class RayWorkers(Workers):
             config.shutdown_timeout * config.headless,
             waits=config.headless,
             forks=self._forks,
-            own_ray=config.ray_address is None,
-            cpus_aside=config.follows_load and not (self._here_only or config.ray_address is None),
+            own_ray=self._here_only,
+            cpus_aside=config.follows_load and not self._here_only,
             run="" if kept is None else kept.name,
             orphan_s=config.orphan_timeout,
         )
@@ -175,19 +156,15 @@ class RayWorkers(Workers):
                 _log.error("%s; it is tried again", error.message)
                 ray_cluster.leave_dead_ray()
                 continue
-            supervisor.tell(self._sealed or b"")
             supervisor.resume(held, here_only=self._here_only, secret_file=self._own_file)
-            _log.info("Ray runs again; one more worker: --join %s", self.join_address)
+            _log.info("Ray runs again")
             supervisor.watch(self._follower)
             return
 
     def _connect(self) -> None:
-        """Start Ray, or attach to it, and keep the secret where those that join it look for it."""
+        """Start Ray, or attach to it."""
         config = self._config
-        ray_cluster.connect(config.ray_address, config.bind_host, forks=self._forks)
-        self.join_address = ray_cluster.address()
-        self._secret_files.append(secret_file(self.join_address))
-        self._keep(self._secret)
+        ray_cluster.connect(config.ray_address, forks=self._forks)
 
     def _start(
         self, supervisor: ray_cluster.Supervisor, gateway_process: GatewayProcess, show: report.Show
@@ -198,6 +175,7 @@ class RayWorkers(Workers):
         kept_file = None if self._kept is None else self._kept.secret_file
         self._own_file = kept_file or secret_file(own_address)
         self._secret_files = list({self._own_file, secret_file(own_address)})
+        self._keep(self._secret)
         self._connect()
         show("ray", report.READY, 1, 1)
         host = machine_facts.host_name()
@@ -208,27 +186,13 @@ class RayWorkers(Workers):
             self._follower = LoadFollower(
                 self._settings, lambda: scaling.advice, config.shutdown_timeout
             )
-        facts = own_facts(config, plan, own_address)
-        gateway_process.gateway.facts = encode_facts(facts)
-
-        def tell() -> None:
-            self._sealed = sealed_facts(facts, self._credential)
-            if self._supervisor is not None:
-                self._supervisor.tell(self._sealed)
+        gateway_process.gateway.facts = encode_facts(own_facts(config, plan, own_address))
 
         def renew(secret: str) -> None:
             self._credential.renew(secret)
             self._secret = secret
-            tell()
             self._keep(secret)
 
-        def on_weights(weights: Weights) -> None:
-            nonlocal facts
-            facts = with_weights(facts, weights)
-            tell()
-
-        gateway_process.weights_told.append(on_weights)
-        tell()
         self._following = SecretFollower(config.cluster_secret_file, renew)
         pids = supervisor.start(
             settings, show, here_only=self._here_only, secret_file=self._own_file
@@ -264,74 +228,3 @@ class RayWorkers(Workers):
         if not self._started.done():
             return [Vitals(starting="the workers start")]
         return [Vitals(failure=self.gone())]
-
-    def routes(self) -> Mapping[str, Route]:
-        return facts_routes(lambda: self._sealed, Guard(self._credential))
-
-
-def join(config: ServeConfig, forks: ForkServer | None = None) -> int:
-    """Run one more worker for a running cluster until a signal; returns the exit code. `forks`
-    starts its process.
-
-    Raises:
-        MooncakeError: there is no cluster, or the worker cannot start.
-    """
-    assert config.role is not None
-    assert config.join is not None
-    console = Console(stderr=True, markup=False)
-    supervisor = ray_cluster.Supervisor(
-        lambda _: None, config.shutdown_timeout, waits=True, forks=forks
-    )
-    asked_to_stop = threading.Event()
-    secret = ray_cluster.cluster_secret(config.join, config.cluster_secret)
-    credential = own_credential(secret, CredentialRole.WORKER)
-    following: SecretFollower | None = None
-    own_file = secret_file(f"{config.join}-{os.getpid()}")
-    raylet: own_raylet.OwnRaylet | None = None
-
-    def on_signal(number: int, _: object) -> None:
-        if asked_to_stop.is_set():
-            supervisor.hurry()
-        elif config.role in ("prefill", "decode") and number == signal.SIGINT:
-            console.print(
-                f"leaving once others do its work, after {config.shutdown_timeout:.0f} s at the "
-                "latest; Ctrl-C again ends it now"
-            )
-        asked_to_stop.set()
-        supervisor.give_up()
-
-    try:
-        signal.signal(signal.SIGTERM, on_signal)
-        address = config.join
-        when_up(lambda: ray_cluster.reach(address), config.join_timeout, asked_to_stop)
-        if not own_raylet.is_here(config.join):
-            raylet = own_raylet.OwnRaylet(config.join, config.bind_host, asked_to_stop.is_set)
-        ray_cluster.connect(config.join, config.bind_host)
-        for number in (signal.SIGINT, signal.SIGTERM):  # Ray sets its own
-            signal.signal(number, on_signal)
-        facts = when_up(
-            lambda: ray_cluster.read_facts(credential), config.join_timeout, asked_to_stop
-        )
-        joining = joining_workers(config, facts, secret)
-        await_stages(joining[0], credential, config.join_timeout, asked_to_stop)
-        write_private(own_file, secret)
-        following = SecretFollower(
-            config.cluster_secret_file, lambda given: write_private(own_file, given)
-        )
-        with report.StartProgress(console) as show:
-            pids = supervisor.start(joining, show, here_only=True, secret_file=own_file)
-        for name, pid in pids.items():
-            console.print(f"{name} (pid {pid}) has joined; Ctrl-C takes it out")
-        supervisor.watch()
-    except MooncakeError:
-        if not asked_to_stop.is_set():
-            raise
-    finally:
-        supervisor.stop()
-        if following is not None:
-            following.close()
-        own_file.unlink(missing_ok=True)
-        ray_cluster.disconnect(forks)
-        if raylet is not None:
-            raylet.close()
-    return 0

@@ -26,7 +26,7 @@ from rich.console import Console
 from mooncake.base import IdSource, Role, SystemIds, Unavailable
 from mooncake.base.rights import CredentialRole
 from mooncake.launch.cluster import report
-from mooncake.launch.cluster.checks import check_start, ray_environment
+from mooncake.launch.cluster.checks import check_start
 from mooncake.launch.cluster.facts import GATEWAY_ID
 from mooncake.launch.cluster.kept_run import KeptRun
 from mooncake.launch.cluster.log_file import new_log_file, start_log, stays_calm
@@ -97,8 +97,6 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
         return engine_gateway.serve_engines(config)
     if config.role == "gateway":
         return _serve_joined(config)
-    if config.joins_by_ray:
-        return _join(config, forks)
     if config.role is not None:
         if config.seeds and not (config.role == "kvstore" and config.model):
             from mooncake.launch.cluster import lone_worker
@@ -127,10 +125,6 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
 
 def _serve_joined(config: ServeConfig) -> int:
     """Be a gateway that starts no worker."""
-    if config.joins_by_ray:
-        environment.prepare_ray(
-            config.bind_host, ray_environment(config), bare_lines=config.log_format == "json"
-        )
     from mooncake.launch.cluster.joined_gateway import JoinedCluster
 
     # It may wait for the cluster, and the first process of a pod ignores what it does not handle.
@@ -190,8 +184,9 @@ def _make(
         local = ColocatedWorkers(config, plan)
         return local, GatewayProcess(plan, local.gateway_channel, config.names[0], ids=ids)
     environment.prepare_ray(
-        config.bind_host, ray_environment(config), bare_lines=config.log_format == "json"
-    )
+        environment.variables(), here_only=config.ray_address is None,
+        bare_lines=config.log_format == "json",
+    )  # fmt: skip
     with importing():
         from mooncake.identity import own_credential
         from mooncake.launch.cluster.ray_workers import RayWorkers
@@ -199,22 +194,14 @@ def _make(
 
     secret = config.cluster_secret or kept.secret() or ids.hex(16)
     credential = own_credential(secret, CredentialRole.GATEWAY, name=GATEWAY_ID)
+    port = config.join_port
     channel = ZmqChannel(
-        config.bind_host, credential=credential, ports=config.bind_ports, tells_ends=True
-    )
+        config.bind_host, credential=credential, is_typed=bool(port), tells_ends=True,
+        ports=(port, port) if port else config.bind_ports,
+    )  # fmt: skip
     return RayWorkers(config, plan, secret, credential, forks, kept), GatewayProcess(
         plan, channel, config.names[0], ids=ids, has_api=not config.headless
     )
-
-
-def _join(config: ServeConfig, forks: ForkServer | None) -> int:
-    environment.prepare_ray(
-        config.bind_host, ray_environment(config), bare_lines=config.log_format == "json"
-    )
-    start_log("join", config.log_level, config.log_format, config.log_file)
-    from mooncake.launch.cluster import ray_workers
-
-    return ray_workers.join(config, forks)
 
 
 class _Serving:
@@ -299,7 +286,7 @@ class _Serving:
         port = HealthPort(
             health_settings(config), own.gateway_id, Role.GATEWAY, limit_s=config.step_timeout,
             own_host=config.bind_host, others=self._workers.vitals, on_stuck=on_stuck,
-            series=lambda: own.backend.metrics(for_operator=False), routes=self._workers.routes(),
+            series=lambda: own.backend.metrics(for_operator=False),
         )  # fmt: skip
         port.health.watch(ask)
         _log.info("health at %s", port.url)
@@ -356,11 +343,9 @@ class _Serving:
         )
         if not self._console.quiet:
             self._console.print(report.started_table([own, *rows]))
-        joining = self._workers.join_address
-        if joining is not None:
-            self._say(f"one more worker: mooncake serve --role ROLE --join {joining}")
-            own_address = self._gateway_process.channel.address
-            self._say(f"one more gateway: mooncake serve --role gateway --join {own_address}")
+        if self._workers.can_be_joined:
+            address = self._gateway_process.channel.address
+            self._say(f"one more worker or gateway: mooncake serve --role ROLE --join {address}")
         if self._config.log_file:
             self._say(f"logs of these processes: {self._config.log_file}")
         if self._api_server is None:

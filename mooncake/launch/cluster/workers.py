@@ -10,7 +10,6 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,7 +27,6 @@ from mooncake.launch.config.plan import ServePlan, check_memory, check_no_sharin
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.health import HealthSettings
-from mooncake.launch.host.http_server import Route
 from mooncake.launch.host.key_source import key_source
 from mooncake.launch.pool_node.admin import AdminSettings
 from mooncake.launch.worker.far_ranks import FarStages
@@ -49,8 +47,8 @@ GPU_SHARES = 10_000
 class Workers:
     """The workers of one cluster, wherever they run. As it stands, it starts and ends nothing."""
 
-    join_address: str | None = None
-    """The value for `--join`, once started; None: the cluster cannot be joined."""
+    can_be_joined = False
+    """Whether processes may join at the gateway of this process."""
 
     def start(self, gateway_process: GatewayProcess, show: Show) -> list[WorkerRow]:
         """Start all workers and return when they are ready. Call it in a thread.
@@ -76,12 +74,6 @@ class Workers:
     def vitals(self) -> list[Vitals]:
         """Return the state of what this process starts, for its probes. From any thread."""
         return []
-
-    def routes(self) -> Mapping[str, Route]:
-        """Return the routes that the health port of a process without an API answers besides
-        probes.
-        """
-        return {}
 
 
 def cluster_workers(

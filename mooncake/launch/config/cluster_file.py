@@ -63,7 +63,7 @@ _MACHINE = ("address", *ROLES, STAGE, RAY)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DECIDED = frozenset(
     {
-        "model", "role", "join", "join_port", "join_timeout", "join_ca_certs", "headless",
+        "model", "role", "join", "join_port", "join_timeout", "headless",
         "colocated", "prefill", "decode", "kvstore", "node_id", "bind_host", "cluster_secret",
         "cluster_secret_file", "dry_run", "check", "hardware", "health_host", "host",
     }

@@ -270,8 +270,6 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
             both("colocated", name, "the API answers /health and /metrics for the one process")
     _check_roles(config, written)
     _check_tls(config, written)
-    if config.joins_by_ray and config.role != "gateway":
-        return
     if not config.model and config.role is not None and (config.is_seed or config.join is None):
         raise ConfigError(
             f"no model is named; put one first, e.g. mooncake serve {DEMO} --role {config.role}"
@@ -331,7 +329,7 @@ def _check_engines(config: ServeConfig, written: Mapping[str, object]) -> None:
 
 
 def _check_tls(config: ServeConfig, written: Mapping[str, object]) -> None:
-    for port in ("", "admin_", "health_", "ray_"):
+    for port in ("", "admin_", "health_"):
         certfile = f"{port}ssl_certfile"
         for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
             if port + name in written and getattr(config, certfile) is None:
@@ -342,11 +340,6 @@ def _check_tls(config: ServeConfig, written: Mapping[str, object]) -> None:
         raise ConfigError(
             "ssl-cert-reqs: clients' certificates are checked against their authorities, which "
             "are missing; add --ssl-ca-certs FILE"
-        )
-    if config.ray_ssl_certfile and config.ray_ssl_ca_certs is None:
-        raise ConfigError(
-            "ray-ssl-certfile: Ray's certificates are checked against their authorities, which "
-            "are missing; add --ray-ssl-ca-certs FILE"
         )
     has_keys = bool(config.api_key) or config.api_keys_file is not None
     for port, what in (
@@ -373,18 +366,17 @@ def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
             )
     elif config.decode == 0:
         raise ConfigError("decode: must be at least 1, unless decode workers join: --headless")
-    joins_directly = config.role is not None and not (config.joins_by_ray or config.joins_by_url)
-    if joins_directly and config.role not in ("kvstore", "gateway") and not config.seeds:
+    has_role = config.role is not None
+    if has_role and config.role not in ("kvstore", "gateway") and not config.seeds:
         raise ConfigError(f"role: a {config.role} worker joins a cluster; add --join HOST:PORT")
-    is_told_the_key = config.role == "gateway" and "#" in str(config.join)
-    if joins_directly and config.cluster_secret is None and not is_told_the_key:
-        by_ray = "" if config.seeds else "; or join a cluster that Ray runs: add --join HOST:PORT"
+    if has_role and config.cluster_secret is None and "#" not in str(config.join):
         raise ConfigError(
-            f"cluster-secret: a {config.role} that stands alone, or joins without Ray, needs the "
-            "cluster's secret; give it by --cluster-secret-file or "
-            f"MOONCAKE_CLUSTER_SECRET{by_ray}"
+            f"cluster-secret: a {config.role} needs the cluster's secret; give it by "
+            "--cluster-secret-file or MOONCAKE_CLUSTER_SECRET, or, on the machine of the cluster's "
+            "first process, join the whole address that it printed, with its #KEY"
         )
-    if joins_directly and config.bind_host in WILDCARDS:
+    is_here = has_role or (config.ray_address is None and not config.colocated)
+    if is_here and config.bind_host in WILDCARDS:
         raise ConfigError(
             f"bind-host: nobody can connect to {config.bind_host}; give an address of this machine"
         )
@@ -402,26 +394,10 @@ def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
         raise ConfigError(
             "join: the role of this process is missing; add --role prefill|decode|kvstore|gateway"
         )
-    if config.joins_by_url:
-        if config.role != "gateway":
-            raise ConfigError(
-                f"join: {config.join}: only a gateway joins by URL; a worker joins a gateway, "
-                "--join tcp://HOST:PORT, or Ray, --join HOST:PORT"
-            )
-        if config.cluster_secret is None:
-            raise ConfigError(
-                f"cluster-secret: {config.join} tells only holders of a credential or of the "
-                "secret how to join; give --cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
-            )
-    is_joined = config.role == "gateway" or (config.role == "kvstore" and config.join is None)
-    if config.join_port and not is_joined:
+    is_pool = config.role == "kvstore" and config.join is None
+    if config.join_port and (config.colocated or not (is_pool or config.role in (None, "gateway"))):
         raise ConfigError(
-            "join-port: others join only a gateway (--role gateway) or a pool that stands alone; "
-            "leave it out here"
-        )
-    if config.join_ca_certs and not str(config.join).startswith("https:"):
-        raise ConfigError(
-            "join-ca-certs: it is used only with --join https://HOST:PORT; leave it out"
+            "join-port: others join only a gateway, or a pool that stands alone; leave it out here"
         )
     if config.role == "gateway":
         _check_gateway(config, written)
@@ -442,9 +418,3 @@ def _check_gateway(config: ServeConfig, written: Mapping[str, object]) -> None:
                 f"{flag(name)}: a gateway that joins places requests as its cluster does; set it "
                 "where the cluster is started"
             )
-    if config.joins_by_ray:
-        raise ConfigError(
-            f"join: {config.join}: only workers join by Ray's address; a gateway takes the "
-            "tcp:// address that `mooncake serve` prints for one more gateway, or that of another "
-            "gateway"
-        )

@@ -23,9 +23,7 @@ _COUNT = re.compile(r"^(-?[0-9]+)([kKmM]?)$")
 _PLACE = re.compile(r"^(anywhere|cpu:[0-9]+|gpu:[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])$")
 _COUNT_UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 DIRECT = "tcp://"
-"""Prefix of the address of a channel that is joined without Ray."""
-BY_URL = ("http://", "https://")
-"""Prefix of the address of a cluster's first process, which a gateway asks what it must know."""
+"""Prefix of the address at which a cluster is joined."""
 _WORDS = {
     "true": True, "yes": True, "on": True, "1": True,
     "false": False, "no": False, "off": False, "0": False,
@@ -459,7 +457,7 @@ def port_range(name: str, value: object) -> tuple[int, int]:
 def host_and_port(name: str, value: object) -> str:
     """Read "HOST:PORT"."""
     host, colon, port = str(value).rpartition(":")
-    if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
+    if not (host and colon and port.isdigit() and 0 < int(port) < 65536) or "/" in host:
         raise ConfigError(f"{flag(name)}: {value!r} is not HOST:PORT (e.g. 10.0.0.7:6379)")
     return str(value)
 
@@ -482,12 +480,8 @@ def _place_and_key(name: str, written: str) -> str:
 
 
 def joinable(name: str, value: object) -> str:
-    """Read "HOST:PORT", or "http://", "https://" or "tcp://HOST:PORT". Several of the last kind may
-    be given with commas; each is returned with its "tcp://" and may end in "#" and a public key.
+    """Read addresses of gateways, "HOST:PORT" or "tcp://HOST:PORT", with commas. Each is returned
+    with its "tcp://" and may end in "#" and a public key.
     """
-    written = str(value)
-    if written.startswith(DIRECT):
-        places = [each.strip().removeprefix(DIRECT) for each in written.split(",")]
-        return ",".join(DIRECT + _place_and_key(name, place) for place in places)
-    scheme = next((each for each in BY_URL if written.startswith(each)), "")
-    return scheme + host_and_port(name, written.removeprefix(scheme).rstrip("/" * bool(scheme)))
+    places = [each.strip().removeprefix(DIRECT) for each in str(value).split(",")]
+    return ",".join(DIRECT + _place_and_key(name, place) for place in places)

@@ -183,16 +183,9 @@ class ServeConfig:
         "run everything in one process with one engine, without Ray", switch=True)
     ray_address: str | None = setting(None, host_and_port, CLUSTER, "HOST:PORT",
         "Ray cluster to use (default: start one)")
-    ray_ssl_certfile: str | None = setting(None, text, CLUSTER, "FILE",
-        "certificate of this machine (PEM) for Ray, which then speaks TLS, and only with machines "
-        "that have the same authority")
-    ray_ssl_keyfile: str | None = setting(None, text, CLUSTER, "FILE",
-        "private key of --ray-ssl-certfile (default: it is in the certificate's file)")
-    ray_ssl_ca_certs: str | None = setting(None, text, CLUSTER, "FILE",
-        "authorities that sign the certificates of the cluster's machines")
     ray_without_tls: bool = setting(False, truth, CLUSTER, "",
-        "let Ray speak with other machines without TLS; anyone who reads the network can then run "
-        "programs here", switch=True,
+        "use a Ray at --ray-address that speaks without TLS; anyone who reads the network can then "
+        "run programs here", switch=True,
         env="MOONCAKE_RAY_WITHOUT_TLS")
     role: str | None = setting(None, OneOf(*_ROLES), CLUSTER, "ROLE",
         "run only one worker, or one more gateway; needs --join (kvstore without --join: a pool "
@@ -201,16 +194,11 @@ class ServeConfig:
         "start and watch workers without an API; gateways are added with --role gateway --join",
         switch=True)
     join: str | None = setting(None, joinable, CLUSTER, "HOST:PORT",
-        "running cluster to join: tcp://HOST:PORT of a gateway or of a pool without engines, or "
-        "HOST:PORT of the cluster's Ray; give several gateways with commas, and one that answers "
-        "is enough; a gateway also takes http:// or https://HOST:PORT, the health port of a "
-        "--headless process")
+        "running cluster to join, by the address of a gateway or of a pool without engines, with "
+        "or without tcp://; give several with commas, and one that answers is enough")
     join_port: int = setting(0, count(0, 65535), CLUSTER, "PORT",
-        "port at which others join this gateway, or this pool without engines, by --join "
-        "tcp://HOST:PORT; 0: any free port")
-    join_ca_certs: str | None = setting(None, text, CLUSTER, "FILE",
-        "authorities that sign the certificate of --join https://HOST:PORT (default: those that "
-        "this machine trusts)")
+        "port of --bind-host at which others join this cluster, this gateway or this pool without "
+        "engines; 0: any free port")
     join_timeout: int = setting(0, count(0), CLUSTER, "S",
         "seconds that --join waits for a cluster that is not up yet")
     orphan_timeout: int = setting(60, count(0), CLUSTER, "S",
@@ -494,16 +482,9 @@ class ServeConfig:
         return self.served_model_name or (Path(self.model).resolve().name,)
 
     @property
-    def joins_by_ray(self) -> bool:
-        """True if Ray places and supervises the one worker of `role`."""
-        return self.join is not None and not self.join.startswith((options.DIRECT, *options.BY_URL))
-
-    @property
     def seeds(self) -> tuple[str, ...]:
-        """Addresses of gateways; the process joins any one of them without Ray."""
-        if self.join is None or not self.join.startswith(options.DIRECT):
-            return ()
-        return tuple(self.join.split(","))
+        """Addresses of gateways; the process joins any one of them."""
+        return () if self.join is None else tuple(self.join.split(","))
 
     @property
     def is_seed(self) -> bool:
@@ -512,11 +493,6 @@ class ServeConfig:
         """
         own = f"{options.DIRECT}{options.bracketed(self.bind_host)}:{self.join_port}"
         return self.role == "gateway" and (self.join is None or own in self.seeds)
-
-    @property
-    def joins_by_url(self) -> bool:
-        """True if this gateway asks the cluster's first process by HTTP what it must know."""
-        return self.join is not None and self.join.startswith(options.BY_URL)
 
     def tls(self, port: str = "") -> TlsFiles | None:
         """Return the files of HTTPS for a port, "admin_", "health_" or "" (the API's), by their

@@ -16,22 +16,18 @@ import logging
 import os
 import secrets
 import stat
-import struct
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from mooncake.base import ConfigError, MooncakeError
-from mooncake.base.errors import Forbidden, ProtocolError
-from mooncake.base.rights import CredentialRole
 from mooncake.identity import (
     Certificate,
     Credential,
     Trust,
     check_certificate,
 )
-from mooncake.identity.credential import SIGNATURE_BYTES
 
 SCHEME = "Mooncake"
 """The scheme of `WWW-Authenticate: Mooncake CHALLENGE` and of `Authorization: Mooncake CHALLENGE
@@ -47,44 +43,6 @@ this credential are refused; others are not affected.
 """
 
 _log = logging.getLogger(__name__)
-_LENGTH = struct.Struct("<H")
-"""Length of a certificate, before the sealed data."""
-
-
-def seal(data: bytes, credential: Credential, purpose: str) -> bytes:
-    """Return `data` behind its signer's certificate and signature; `unseal` then finds any change.
-    It is not encrypted.
-    """
-    signed = credential.signed
-    return _LENGTH.pack(len(signed)) + signed + credential.sign(_for(purpose, data)) + data
-
-
-def unseal(
-    sealed: bytes,
-    trust: Trust,
-    purpose: str,
-    role: CredentialRole,
-    unix_time: Callable[[], float] = time.time,
-) -> bytes:
-    """Return what a process that may act in `role` has sealed.
-
-    Raises:
-        MooncakeError: the data was sealed by another cluster or in another role, or it was altered.
-    """
-    if len(sealed) < _LENGTH.size:
-        raise ProtocolError("nothing that was sealed")
-    start = _LENGTH.size + _LENGTH.unpack_from(sealed)[0]
-    signer = check_certificate(sealed[_LENGTH.size : start], trust)
-    signer.check_time(unix_time())
-    if role not in signer.roles:
-        raise Forbidden(f"the credential {signer.name!r} is of no {role.value}")
-    signature, data = sealed[start : start + SIGNATURE_BYTES], sealed[start + SIGNATURE_BYTES :]
-    signer.check_signature(signature, _for(purpose, data))
-    return data
-
-
-def _for(purpose: str, data: bytes) -> bytes:
-    return b"mooncake " + purpose.encode() + b"\0" + data
 
 
 def sign_request(credential: Credential, method: str, path: str, challenge: str) -> str:
@@ -98,7 +56,7 @@ def sign_request(credential: Credential, method: str, path: str, challenge: str)
 
 
 def _request(*words: str) -> bytes:
-    return _for("admin request", " ".join(words).encode())
+    return b"mooncake admin request\0" + " ".join(words).encode()
 
 
 def _word(data: bytes) -> str:

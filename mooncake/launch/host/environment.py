@@ -77,22 +77,25 @@ def missing(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, 
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
-def with_ray(bind_host: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` with the variables that must be set before a process imports ray."""
+def with_ray(environ: Mapping[str, str], *, here_only: bool) -> dict[str, str]:
+    """Return `environ` with the variables that must be set before a process imports ray.
+    `here_only`: this Ray has no other machine.
+    """
     wanted = {
-        **QUIET, **OWN_SIGNALS, **RAY_AGENTS, **RAY_WORKERS,
-        **(LOOPBACK_RAY if is_loopback(bind_host) else {}),
+        **QUIET, **OWN_SIGNALS, **RAY_AGENTS, **RAY_WORKERS, **(LOOPBACK_RAY if here_only else {}),
     }  # fmt: skip
     return {**wanted, **environ}
 
 
-def prepare_ray(bind_host: str, environ: Mapping[str, str], *, bare_lines: bool = False) -> None:
+def prepare_ray(environ: Mapping[str, str], *, here_only: bool, bare_lines: bool = False) -> None:
     """Set in this process, on top of `environ`, the variables that must be set before ray is
     imported.
 
-    `bare_lines`: workers' log lines are printed without Ray's prefix.
+    `here_only`: this Ray has no other machine. `bare_lines`: workers' log lines are printed without
+    Ray's prefix.
     """
-    os.environ.update(with_ray(bind_host, environ) | (BARE_LINES if bare_lines else {}))
+    wanted = with_ray(environ, here_only=here_only)
+    os.environ.update(wanted | (BARE_LINES if bare_lines else {}))
 
 
 def cache_dir() -> Path:
@@ -119,14 +122,10 @@ RAY_TLS_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 
 
 def with_ray_tls(
-    environ: Mapping[str, str], certfile: str | None, keyfile: str | None, ca_certs: str | None
+    environ: Mapping[str, str], certfile: str, keyfile: str, ca_certs: str
 ) -> dict[str, str]:
-    """Return `environ` with the variables that have Ray use TLS with these PEM files. None:
-    unchanged.
-    """
-    if certfile is None or ca_certs is None:
-        return dict(environ)
-    paths = [str(Path(path).absolute()) for path in (certfile, keyfile or certfile, ca_certs)]
+    """Return `environ` with the variables that have Ray use TLS with these PEM files."""
+    paths = [str(Path(path).absolute()) for path in (certfile, keyfile, ca_certs)]
     return {**environ, RAY_TLS: "1", **dict(zip(RAY_TLS_FILES, paths, strict=True))}
 
 
@@ -156,9 +155,9 @@ def check_ray_tls(host: str, environ: Mapping[str, str], *, without_tls: bool) -
     if ray_tls(environ) is None and not (without_tls or is_loopback(host.strip("[]"))):
         raise ConfigError(
             f"ray-without-tls: at {host} Ray would speak without TLS, and anyone who reads its "
-            "token can run programs on all machines: give --ray-ssl-certfile, --ray-ssl-keyfile "
-            "and --ray-ssl-ca-certs on all machines (`mooncake certificates` makes the files), or "
-            "give --ray-without-tls if the network is private"
+            f"token can run programs on all machines: set {RAY_TLS}=1, {', '.join(RAY_TLS_FILES)} "
+            "on all machines (`mooncake certificates` makes the files), or give --ray-without-tls "
+            "if the network is private"
         )
 
 

@@ -33,11 +33,9 @@ def forks_workers(config: ServeConfig) -> bool:
     is a GPU: loading weights for a GPU takes longer than imports, and its driver must not be
     touched before a fork.
     """
-    if config.colocated or machine_facts.num_gpus():
+    if config.colocated or config.role is not None or machine_facts.num_gpus():
         return False
-    if config.role is not None:
-        return config.joins_by_ray and config.role in ("prefill", "decode")
-    return environment.is_loopback(config.bind_host) and (config.prefill + config.decode) > 0
+    return config.ray_address is None and (config.prefill + config.decode) > 0
 
 
 def starts_ray(config: ServeConfig) -> bool:
@@ -47,14 +45,10 @@ def starts_ray(config: ServeConfig) -> bool:
 
 def worker_forks(config: ServeConfig) -> ForkServer:
     """Start the fork server of this process' workers, and of Ray's helpers if it starts Ray."""
-    given = environment.variables()
-    environ = environment.with_ray_tls(  # without secrets: forks get the variables of their clients
-        {name: value for name, value in given.items() if not name.startswith("MOONCAKE_")},
-        config.ray_ssl_certfile, config.ray_ssl_keyfile, config.ray_ssl_ca_certs,
-    )  # fmt: skip
-    environ = {
-        **ONE_THREAD, **environment.with_ray(config.bind_host, environ), **environment.COMPUTE,
-    }  # fmt: skip
+    given = environment.variables()  # without secrets: forks get the variables of their clients
+    environ = {name: value for name, value in given.items() if not name.startswith("MOONCAKE_")}
+    environ = environment.with_ray(environ, here_only=config.ray_address is None)
+    environ = {**ONE_THREAD, **environ, **environment.COMPUTE}
     path = private_dir() / f"forks-{os.getpid()}"
     if starts_ray(config):
         # Workers end when they find that process gone: ours, with which the raylet ends too.

@@ -87,7 +87,7 @@ MISTAKES = [
     ("serve good --max-num-seqs 4096", "max_batched_tokens: 2048 is less than max_num_seqs"),
     ("serve good --colocated --health-port 9000", "the API answers /health and /metrics"),
     (
-        "serve --role gateway --join h:1 --health-port 9000",
+        "serve --role gateway --join h:1 --cluster-secret-file s --health-port 9000",
         "answers /health and /metrics on --port",
     ),
     ("serve good --health-port 65534", "health-port: worker 3 would need port 65536"),
@@ -122,15 +122,13 @@ MISTAKES = [
     ("serve good --decode 0", "decode: must be at least 1, unless decode workers join"),
     ("serve good --headless --colocated", "colocated and headless exclude each other"),
     ("serve --headless --role gateway --join h:1", "headless: a process with a --role has no API"),
-    ("serve --role gateway", "add --join HOST:PORT"),
+    ("serve --role gateway", "cluster-secret: a gateway needs the cluster's secret"),
     (
         "serve --role gateway --join tcp://h:1",
-        "cluster-secret: a gateway that stands alone, or joins without Ray, needs the cluster's",
+        "cluster-secret: a gateway needs the cluster's secret; give it by --cluster-secret-file",
     ),
-    ("serve --role gateway --join 127.0.0.1:1", "only workers join by Ray's address"),
-    ("serve --role decode --join 127.0.0.1:1", "no Ray cluster at 127.0.0.1:1"),
     (
-        "serve --role gateway --join h:1 --policy random",
+        "serve --role gateway --join h:1 --cluster-secret-file s --policy random",
         "policy: a gateway that joins places requests as its cluster does",
     ),
     (
@@ -152,10 +150,10 @@ MISTAKES = [
         "pool stats --cluster-secret s --cluster-secret-file s",
         "cluster-secret and cluster-secret-file exclude each other",
     ),
-    ("serve good --role kvstore", "cluster-secret: a kvstore that stands alone"),
+    ("serve good --role kvstore", "cluster-secret: a kvstore needs the cluster's secret"),
     (
         "serve good --role prefill --join tcp://h:1",
-        "cluster-secret: a prefill that stands alone, or joins without Ray, needs the cluster's",
+        "cluster-secret: a prefill needs the cluster's secret",
     ),
     ("serve good --role kvstore --join tcp://h", "join: 'h' is not HOST:PORT"),
     (
@@ -194,12 +192,12 @@ MISTAKES = [
         "host: at 0.0.0.0 API keys would travel in plain HTTP: add --ssl-certfile FILE",
     ),
     (
-        "serve --role gateway --join http://h:1 --cluster-secret-file s "
+        "serve --role gateway --join tcp://h:1 --cluster-secret-file s "
         "--api-keys-file nowhere.yaml --host 192.0.2.1",
         "or --http-without-tls where the network is private or a proxy before it speaks HTTPS",
     ),
     (
-        "serve --role decode --join h:1 --health-host 192.0.2.1",
+        "serve --role decode --join h:1 --cluster-secret-file s --health-host 192.0.2.1",
         "or --http-without-tls where the network is private",
     ),
     (
@@ -214,24 +212,10 @@ MISTAKES = [
     ("pool stats --cluster-secret-file s --ssl-ca-certs no.pem", "cannot be set up with no.pem"),
     ("serve good --join 127.0.0.1:1", "add --role prefill|decode|kvstore"),
     ("serve good --role cook --join h:1", "role: 'cook' is not one of prefill, decode, kvstore"),
+    ("serve good --bind-host 0.0.0.0", "bind-host: nobody can connect to 0.0.0.0"),
     (
-        "serve good --bind-host 192.0.2.1",
+        "serve good --ray-address 192.0.2.1:6379",
         "at 192.0.2.1 Ray would speak without TLS, and anyone who reads its token can run",
-    ),
-    (
-        "serve good --role decode --cluster-secret-file s --join 192.0.2.1:6379",
-        "or give --ray-without-tls if the network is private",
-    ),
-    ("serve good --ray-address 192.0.2.1:6379", "give --ray-ssl-certfile, --ray-ssl-keyfile and"),
-    ("serve good --ray-ssl-ca-certs ca.pem", "used only with TLS; add --ray-ssl-certfile FILE"),
-    ("serve good --ray-ssl-certfile c.pem", "which are missing; add --ray-ssl-ca-certs FILE"),
-    (
-        "serve good --ray-ssl-certfile no.pem --ray-ssl-ca-certs no.pem",
-        "RAY_TLS_SERVER_CERT: RAY_USE_TLS=1 needs it to name a file in PEM form",
-    ),
-    (
-        "serve good --ray-ssl-certfile a-file --ray-ssl-ca-certs a-file",
-        "TLS cannot be set up with",
     ),
     ("serve good --ray-address here", "ray-address: 'here' is not HOST:PORT"),
     ("serve good --slo-ttft-s 0", "slo-ttft-s: '0' is not a number above zero"),

@@ -94,13 +94,13 @@ def played() -> dict[str, Any]:
 def main() -> None:
     machine_facts.num_gpus = lambda: NUM_GPUS
     os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE
-    environment.prepare_ray("127.0.0.1", {})
+    environment.prepare_ray({}, here_only=True)
     from mooncake.launch.cluster import ray_cluster
 
     worker: Any = Shown
     ray_cluster.WorkerActor = worker
     ray_cluster.PLACE_S = 2.0
-    ray_cluster.connect(None, "127.0.0.1")
+    ray_cluster.connect(None)
     try:
         found = {
             **played(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,24 +11,22 @@ import msgspec
 import pytest
 
 from mooncake.base import ConfigError
-from mooncake.base.rights import CredentialRole
 from mooncake.crypto.keys import KeySource
-from mooncake.identity import own_credential
+from mooncake.launch.cluster import facts as facts_module
 from mooncake.launch.cluster.facts import (
-    SEAL,
     ClusterFacts,
-    decode_facts,
+    NotUp,
     encode_facts,
+    joining_secret,
     read_facts,
+    when_up,
     without_secret,
 )
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
-from mooncake.launch.host.credentials import seal
+from mooncake.launch.host.credentials import secret_file, write_private
 from tests.support.model.checkpoints import write_config_only
-
-CREDENTIAL = own_credential("a secret", CredentialRole.GATEWAY)
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def facts(tmp_path: Path) -> ClusterFacts:
 
 
 def received(said: dict[str, Any]) -> ClusterFacts:
-    return decode_facts(seal(msgspec.msgpack.encode(said), CREDENTIAL, SEAL), CREDENTIAL)
+    return read_facts(msgspec.msgpack.encode(said))
 
 
 def maps(said: Any) -> Iterator[dict[str, Any]]:
@@ -89,3 +88,40 @@ def test_what_gateways_tell_holds_no_secret_and_no_command_that_prints_keys(
     assert b"t0ken" not in told
     assert b"s3cret" not in told
     assert read_facts(told).worker.layout == facts.worker.layout
+
+
+ADDRESS = f"tcp://10.0.0.7:6400#{'a' * 64}"
+
+
+def test_a_joining_process_must_have_the_secret_or_be_of_the_same_user_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    joining = {"role": "decode", "join": ADDRESS}
+    with pytest.raises(ConfigError, match=r"^cluster-secret: the cluster at tcp://10\.0\.0\.7"):
+        joining_secret(resolve(joining, None, {}))
+    assert joining_secret(resolve({**joining, "cluster_secret": "given"}, None, {})) == "given"
+    write_private(secret_file(ADDRESS), "kept")
+    assert joining_secret(resolve(joining, None, {})) == "kept"
+
+
+def test_what_is_not_up_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts_module, "ASK_AGAIN_S", 0.0)
+    asked = 0
+
+    def ask() -> str:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise NotUp("it starts")
+        return "up"
+
+    assert when_up(ask, 600) == "up"
+    assert asked == 3
+    asked = 0
+    with pytest.raises(NotUp, match="it starts"):
+        when_up(ask, 0)
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(NotUp):
+        when_up(ask, 600, stop)

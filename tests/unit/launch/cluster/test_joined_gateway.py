@@ -160,7 +160,7 @@ def test_processes_of_the_same_user_find_the_secret_by_the_address(
     assert join(cluster_secret=None).config.names == ("mine", "ours")
 
 
-def test_an_address_is_copied_whole_and_rays_is_for_workers() -> None:
-    for address, message in ((GATEWAY[:-1], "copy the address whole"), ("h:1", "only workers")):
+def test_an_address_is_copied_whole() -> None:
+    for address, message in ((GATEWAY[:-1], "copy the address whole"), ("http://h:1", "HOST:PORT")):
         with pytest.raises(ConfigError, match=message):
             resolve({"role": "gateway", "join": address, "cluster_secret": "s"}, None, {})

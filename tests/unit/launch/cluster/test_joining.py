@@ -10,8 +10,7 @@ import pytest
 
 from mooncake.base import ConfigError, Role, Shape
 from mooncake.base.cluster_mode import Weights
-from mooncake.launch.cluster.facts import encode_facts, read_facts, with_weights
-from mooncake.launch.cluster.ray_cluster import ClusterFacts
+from mooncake.launch.cluster.facts import ClusterFacts, encode_facts, read_facts, with_weights
 from mooncake.launch.cluster.workers import cluster_workers, joining_workers, own_facts
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
@@ -39,7 +38,8 @@ def facts(tmp_path: Path) -> ClusterFacts:
 
 
 def joining(facts: ClusterFacts, role: str, **given: Any) -> WorkerSettings:
-    config = resolve({"role": role, "join": "10.0.0.6:6379", "device": "cpu", **given}, None, {})
+    joins = {"role": role, "join": "10.0.0.6:6400", "cluster_secret": "hush", "device": "cpu"}
+    config = resolve({**joins, **given}, None, {})
     [worker] = joining_workers(config, facts, "hush")
     return worker
 
@@ -47,7 +47,7 @@ def joining(facts: ClusterFacts, role: str, **given: Any) -> WorkerSettings:
 def test_workers_that_share_their_experts_join_together(facts: ClusterFacts) -> None:
     """The cluster's own engines share none."""
     given = {
-        "role": "decode", "join": "10.0.0.6:6379", "device": "cpu",
+        "role": "decode", "join": "10.0.0.6:6400", "cluster_secret": "hush", "device": "cpu",
         "data_parallel_size": 4, "enable_expert_parallel": True,
     }  # fmt: skip
     workers = joining_workers(resolve(given, None, {}), facts, "hush")

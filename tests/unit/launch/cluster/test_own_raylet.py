@@ -1,4 +1,4 @@
-"""The start of Ray's processes on a machine that joins. No Ray runs here."""
+"""The start of Ray's processes on a machine. No Ray runs here."""
 
 from __future__ import annotations
 

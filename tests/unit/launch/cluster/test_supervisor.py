@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,36 +50,6 @@ def test_the_worker_of_the_tests_is_called_as_the_real_one(name: str) -> None:
     assert list(double.parameters) == list(real.parameters)
 
 
-def test_every_worker_answers_with_the_newest_facts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that was started again, which has forgotten them."""
-    names: list[str | None] = []
-    told: list[list[bytes]] = []
-
-    def remote(worker_class: type) -> Any:
-        del worker_class
-        own: list[bytes] = []
-        told.append(own)
-        actor = SimpleNamespace(
-            tell=SimpleNamespace(remote=own.append),
-            run=SimpleNamespace(remote=lambda *words: "running"),
-        )
-        made = SimpleNamespace(remote=lambda worker_id: actor)
-        return SimpleNamespace(options=lambda name, **_: names.append(name) or made)
-
-    monkeypatch.setattr(ray_cluster.ray, "remote", remote)
-    supervisor = Supervisor(lambda _: None)
-    entries = [supervisor._launch(worker_settings(), here_only=False)]
-    supervisor.tell(b"first")
-    entries += [supervisor._launch(worker_settings(), here_only=False) for _ in range(2)]
-    supervisor._entries = entries[1:]
-    supervisor.tell(b"second")
-    supervisor._run(entries[2].actor, entries[2].settings)
-    assert names[0] is None, "nobody finds a worker that knows nothing"
-    for name in names[1:]:
-        assert re.fullmatch(rf"decode-0 \d+ of {worker_settings().gateway_address}", str(name))
-    assert told == [[], [b"first", b"second"], [b"first", b"second", b"second"]]
-
-
 def test_a_placed_worker_is_started_where_it_runs_and_nowhere_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -110,41 +79,6 @@ def test_a_placed_worker_is_started_where_it_runs_and_nowhere_else(
     monkeypatch.setattr(ray_cluster.ray, "get_runtime_context", lambda: context)
     with pytest.raises(Ended):
         ray_cluster.WorkerActor("decode-0", **where).run(b"", "", "", 0.0)
-
-
-def test_where_there_is_no_worker_an_actor_answers_with_the_newest_facts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    names: list[str] = []
-    answering: list[ray_cluster.FactsActor] = []
-
-    def remote(actor_class: type) -> Any:
-        def made(*words: Any) -> Any:
-            answering.append(actor_class(*words))
-            return answering[-1]
-
-        ready = SimpleNamespace(remote=made)
-        return SimpleNamespace(options=lambda name, **_: names.append(name) or ready)
-
-    def kill(actor: ray_cluster.FactsActor, *, no_restart: bool) -> None:
-        assert no_restart
-        answering.remove(actor)
-
-    context = SimpleNamespace(get_node_id=lambda: "5e" * 28)
-    for name, stub in (
-        ("remote", remote), ("kill", kill), ("get_runtime_context", lambda: context),
-    ):  # fmt: skip
-        monkeypatch.setattr(ray_cluster.ray, name, stub)
-    supervisor = Supervisor(lambda _: None)
-    supervisor.tell(b"first")
-    assert answering == [], "it is not known yet whether there are workers"
-    pids = supervisor.start([], lambda *_: None, here_only=True, secret_file=tmp_path)
-    assert (pids, [actor.facts() for actor in answering]) == ({}, [b"first"])
-    supervisor.tell(b"second")
-    assert [actor.facts() for actor in answering] == [b"second"]
-    assert len(set(names)) == 2
-    supervisor.stop()
-    assert answering == []
 
 
 def test_a_refusal_at_the_start_ends_the_start(entry: ray_cluster._Entry) -> None:
@@ -202,7 +136,7 @@ def test_a_ray_that_takes_too_long_to_start_is_told_in_one_line(
     monkeypatch.setattr(ray_cluster, "keep_ray_token_private", lambda: None)
     monkeypatch.setattr(ray_cluster.ray, "init", fails(slow))
     with pytest.raises(ConfigError, match=r"^no Ray cluster on this machine: .* during startup\.$"):
-        ray_cluster.connect(None, "127.0.0.1")
+        ray_cluster.connect(None)
 
 
 class FakeRay:

@@ -145,12 +145,12 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         ),
         ({"role": "decode"}, "add --join"),
         ({"join": "h:1"}, "add --role"),
-        ({"role": "decode", "join": "tcp://h:1"}, "a decode that stands alone, or joins without"),
+        ({"role": "decode", "join": "tcp://h:1"}, "a decode needs the cluster's secret"),
         (
             {"role": "decode", "join": "tcp://h:1", "cluster_secret": "s", "join_port": 1},
             "others join only a gateway",
         ),
-        ({"role": "decode", "join": "http://h:1", "cluster_secret": "s"}, "only a gateway joins"),
+        ({"role": "decode", "join": "http://h:1", "cluster_secret": "s"}, "is not HOST:PORT"),
     ],
 )
 def test_settings_that_do_not_go_together(given: dict[str, object], message: str) -> None:
@@ -199,13 +199,12 @@ def test_what_a_gateway_over_engines_cannot_do(given: dict[str, object], message
 
 
 def test_a_joining_worker_needs_no_model() -> None:
-    assert resolve({"role": "decode", "join": "h:1"}, None, {}).model == ""
+    assert resolve({"role": "decode", "join": "h:1", "cluster_secret": "s"}, None, {}).model == ""
 
 
 def test_seeds_are_addresses_of_gateways() -> None:
     given = {"role": "decode", "join": "tcp://a:6400, b:6400", "cluster_secret": "s"}
     assert resolve(given, None, {}).seeds == ("tcp://a:6400", "tcp://b:6400")
-    assert resolve({"role": "decode", "join": "h:1"}, None, {}).seeds == ()
 
 
 def test_a_gateway_whose_address_others_join_decides_for_itself() -> None:
@@ -264,8 +263,8 @@ def test_the_api_server_gets_its_keys_its_limits_and_its_certificates(tmp_path: 
 
 
 def test_only_an_engine_that_joins_reads_the_weights_of_others() -> None:
-    joins = {"role": "decode", "join": "h:1", "weights_from": "engines"}
+    joins = {"role": "decode", "join": "h:1", "weights_from": "engines", "cluster_secret": "s"}
     assert resolve(joins, None, {}).weights_from == "engines"
-    for given in ({"model": "m"}, {"role": "kvstore", "join": "h:1"}):
+    for given in ({"model": "m"}, {"role": "kvstore", "join": "h:1", "cluster_secret": "s"}):
         with pytest.raises(ConfigError, match="weights-from: only an engine that joins"):
             resolve({**given, "weights_from": "engines"}, None, {})

@@ -11,7 +11,7 @@ import pytest
 from mooncake.base import CheckpointError, ConfigError, PageArray, Role
 from mooncake.crypto.keys import KeyRing
 from mooncake.launch.cluster import checks
-from mooncake.launch.cluster.ray_cluster import ClusterFacts
+from mooncake.launch.cluster.facts import ClusterFacts
 from mooncake.launch.cluster.workers import cluster_workers, joining_workers, own_facts
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
@@ -60,7 +60,7 @@ def test_colocated_is_one_engine_and_no_pool(model: Path) -> None:
     ("role", "counts"), [("prefill", (1, 0, 0)), ("decode", (0, 1, 0)), ("kvstore", (0, 0, 1))]
 )
 def test_a_joining_worker_is_alone(model: Path, role: str, counts: tuple[int, int, int]) -> None:
-    plan = plan_for(model, role=role, join="h:1")
+    plan = plan_for(model, role=role, join="h:1", cluster_secret="s")
     assert (plan.num_prefills, plan.num_decodes, plan.num_kvstores) == counts
 
 
@@ -101,7 +101,7 @@ def test_a_joining_worker_computes_on_its_own_devices(
         scheduler=plan.scheduler, names=["small"],
     )  # fmt: skip
     monkeypatch.setattr("mooncake.launch.host.machine_facts.num_gpus", lambda: 0)
-    config = resolve({"role": "decode", "join": "h:1"}, None, {})
+    config = resolve({"role": "decode", "join": "h:1", "cluster_secret": "s"}, None, {})
     [joined] = joining_workers(config, facts, "secret")
     options = joined.options
     assert (options.device, options.measure_pages) == ("cpu", False)
@@ -122,7 +122,7 @@ def test_a_required_transport_that_does_not_work_here_is_refused(
     with pytest.raises(ConfigError, match=f"require-transport: rdma does not work.*{message}"):
         checks.check_start(config, plan)
     facts = own_facts(config, plan, "tcp://g:1")
-    joins = resolve({"role": "decode", "join": "h:1"}, None, {})
+    joins = resolve({"role": "decode", "join": "h:1", "cluster_secret": "s"}, None, {})
     with pytest.raises(ConfigError, match=message):
         joining_workers(joins, facts, "secret")
 
@@ -132,7 +132,7 @@ def test_a_required_transport_is_the_only_one(model: Path) -> None:
     plan = make_plan(config, 8)
     workers = cluster_workers(config, plan, "tcp://g:1", "secret", "host")
     assert [worker.transfer_protocols for worker in workers] == [["tcp"]] * 3
-    joins = resolve({"role": "decode", "join": "h:1"}, None, {})
+    joins = resolve({"role": "decode", "join": "h:1", "cluster_secret": "s"}, None, {})
     [joined] = joining_workers(joins, own_facts(config, plan, "tcp://g:1"), "secret")
     assert joined.transfer_protocols == ["tcp"]
 
@@ -145,7 +145,7 @@ def test_a_worker_that_reads_the_weights_of_others_needs_no_weights(
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_bytes((model / "config.json").read_bytes())
-    joins = {"role": "decode", "join": "h:1", "model": str(bare)}
+    joins = {"role": "decode", "join": "h:1", "cluster_secret": "s", "model": str(bare)}
     [joined] = joining_workers(
         resolve({**joins, "weights_from": "engines"}, None, {}), facts, "secret"
     )
@@ -479,13 +479,13 @@ class TestEncryptedWeights:
         self, model: Path, sealed: Path, role: str
     ) -> None:
         join = {"gateway": f"tcp://h:1#{'ab' * 32}", "kvstore": "h:1"}[role]
-        plan = plan_for(sealed, role=role, join=join)
+        plan = plan_for(sealed, role=role, join=join, cluster_secret="s")
         assert plan.layout == plan_for(model).layout
 
     @pytest.mark.parametrize("role", ["prefill", "decode"])
     def test_workers_that_join_do(self, sealed: Path, role: str) -> None:
         with pytest.raises(CheckpointError, match="are encrypted; give the key"):
-            plan_for(sealed, role=role, join="h:1")
+            plan_for(sealed, role=role, join="h:1", cluster_secret="s")
 
 
 def test_pages_of_ranks_with_memories_of_their_own_are_counted_with_their_copies(

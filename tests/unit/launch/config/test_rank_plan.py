@@ -534,7 +534,10 @@ def test_stages_on_other_machines_take_no_memory_here(tmp_path: Path) -> None:
         ({"colocated": True}, "has all its stages on this machine"),
         ({"cluster_secret": None}, "know their cluster's secret"),
         ({"stage_hosts": ["10.0.0.8:7100"]}, "other machines cannot reach 127.0.0.1"),
-        ({"bind_host": "0.0.0.0"}, "do not listen on 0.0.0.0, which is every network"),
+        (
+            {"bind_host": "0.0.0.0", "ray_address": "h:1"},
+            "do not listen on 0.0.0.0, which is every network",
+        ),
         ({"stage_hosts": ["10.0.0.8"]}, "is not HOST:PORT"),
     ],
 )

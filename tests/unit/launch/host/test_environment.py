@@ -33,7 +33,7 @@ def test_ray_needs_no_tls_on_one_machine(host: str) -> None:
 def test_ray_speaks_in_clear_with_other_machines_only_if_told_to(host: str) -> None:
     environment.check_ray_tls(host, {}, without_tls=True)
     for set_to in ({}, {"RAY_USE_TLS": "0"}):
-        with pytest.raises(ConfigError, match=r"give --ray-ssl-certfile, .* on all machines"):
+        with pytest.raises(ConfigError, match=r"set RAY_USE_TLS=1, .* on all machines"):
             environment.check_ray_tls(host, set_to, without_tls=False)
 
 
