@@ -36,7 +36,7 @@ UNHEARD_S = 5.0
 SMALL = (
     "--dtype", "float32", "--kv-cache-memory-bytes", "64MiB", "--kvstore-dram-bytes", "64MiB",
 )  # fmt: skip
-JOIN, RAY_AGAIN = r"one more gateway: .* --join (\S+)", "Ray runs again"
+JOIN, RAY_AGAIN = r"--role ROLE --join (\S+)", "Ray runs again"
 """What `mooncake serve --headless` says when it is ready, and when it has started Ray again."""
 ASK = """
 import ssl, sys, urllib.request

@@ -26,8 +26,7 @@ mooncake certificates authority --out ca --days 730 --json
 """
 HOST_EXAMPLES = """\
 mooncake certificates host --authority ca --name 10.0.0.7 --name node-7 --out node-7
-mooncake serve DIR --bind-host 10.0.0.7 --ray-ssl-certfile node-7/cert.pem \
---ray-ssl-keyfile node-7/key.pem --ray-ssl-ca-certs node-7/ca.pem
+mooncake serve DIR --host 10.0.0.7 --ssl-certfile node-7/cert.pem --ssl-keyfile node-7/key.pem
 """
 NOTES = f"""\
 An authority is {CA_CERTIFICATE} and {CA_KEY}; a host {CERTIFICATE}, {KEY} and the {CA_CERTIFICATE}

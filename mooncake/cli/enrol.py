@@ -10,7 +10,7 @@ from mooncake.launch.config.options import count, setting, text, truth
 GROUP = "enrolment"
 EXAMPLES = """\
 mooncake enrol --signer http://10.0.0.2:8300 --place decode --token-file token --out own
-mooncake serve DIR --role decode --join 10.0.0.1:6379 --cluster-secret-file own/credential
+mooncake serve DIR --role decode --join 10.0.0.1:6400 --cluster-secret-file own/credential
 mooncake enrol --signer http://10.0.0.2:8300 --place decode --token-file token --out own --renew
 """
 NOTES = """\

@@ -16,7 +16,7 @@ from msgspec import inspect
 from mooncake.base.any_message import AnyMessage
 from mooncake.base.messages import OLDEST_PROTOCOL_VERSION
 from mooncake.base.request import PromptLogprobs
-from mooncake.launch.cluster.ray_cluster import ClusterFacts
+from mooncake.launch.cluster.facts import ClusterFacts
 
 RECORD = Path(__file__).parents[1] / "arch" / "wire_messages.txt"
 Schema = dict[str, list[str]]

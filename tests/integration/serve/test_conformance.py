@@ -57,7 +57,7 @@ def test_ours_passes_what_ends_its_processes(
             one = running.enter_context(
                 ServerProcess("--role", role, "--join", address, *SMALL[:2])
             )
-            one.wait_for("has joined")
+            one.wait_for(r"\(pid \d+\) serves")
             named += [f"--{role}-pid", f"{one.process.pid},{pids[f'{role}-0']}"]
         found = conformance(capsys, server.url, "--checks", "rollout", *named)
         assert "2 processes ended one after another" in found["rollout"]["evidence"]

@@ -47,7 +47,7 @@ class Cluster:
 
     def __init__(self, head: ServerProcess) -> None:
         self.head = head
-        self.address = head.wait_for(r"one more gateway: .* --join (\S+)").group(1)
+        self.address = head.wait_for(r"--role ROLE --join (\S+)").group(1)
 
     @contextlib.contextmanager
     def gateway(self, module: str = "mooncake.cli.main") -> Iterator[ServerProcess]:

@@ -93,7 +93,7 @@ def test_what_a_leaving_worker_decodes_is_fetched_from_it(tmp_path: Path) -> Non
         server.wait_until_serving()
         address = server.wait_for(r"--join (\S+)").group(1)
         with ServerProcess("--role", "decode", "--join", address, *alike[2:4], alike[-1]) as leaver:
-            name = leaver.wait_for(r"(decode-\S+) \(pid \d+\) has joined").group(1)
+            name = leaver.wait_for(r"(decode-\S+) \(pid \d+\) serves").group(1)
             server.wait_for_workers({"decode-0", name})
             before = load(server, "decode-0")["counters"]
             streams, reading = ask(server.url, pool, "moved", range(NUM_ASKING), NUM_TOKENS)
@@ -141,7 +141,7 @@ def test_what_a_leaving_prefill_worker_computes_is_finished_and_found_in_the_poo
             return {"computed": sum(map(computed, each)), "fetched": fetched}
 
         with ServerProcess("--role", "prefill", "--join", address, *SMALL[2:4]) as leaver:
-            name = leaver.wait_for(r"(prefill-\S+) \(pid \d+\) has joined").group(1)
+            name = leaver.wait_for(r"(prefill-\S+) \(pid \d+\) serves").group(1)
             server.wait_for_workers({"prefill-0", "decode-0", "kvstore-0", name})
             first, reading = ask(server.url, pool, "one", range(NUM_QUEUING), 8)
             deadline_s = time.monotonic() + WAIT_S

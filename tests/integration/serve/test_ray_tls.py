@@ -1,16 +1,21 @@
-"""A cluster whose Ray speaks TLS, with certificates of `mooncake certificates`: it serves, those
-with a certificate join it, and nobody else does."""
+"""A cluster on a Ray of its user that speaks TLS, with certificates of `mooncake certificates`: it
+serves, and nobody else uses that Ray.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from mooncake.launch.cluster.own_raylet import OwnRaylet
+from mooncake.launch.host import environment
+from mooncake.launch.host.credentials import keep_ray_token_private
 from mooncake.launch.host.descendants import Descendants
 from tests.support.certificates import Host, make_host
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
@@ -20,17 +25,15 @@ pytestmark = pytest.mark.timeout(600)
 SMALL = ("--dtype", "float32", "--kv-cache-memory-bytes", "32MiB")
 PROMPT = "The quick brown fox"
 DISTRUST = "do not trust each other's certificates"
-IN_CLEAR = "does not answer without TLS: give certificates of its authority"
+IN_CLEAR = "does not answer without TLS: set RAY_USE_TLS=1"
 SETTINGS = b"\x04"
 """Kind of the first frame that a server of HTTP/2 sends."""
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
 
-def flags(host: Host, ca: str = "") -> list[str]:
-    return [
-        "--ray-ssl-certfile", host.cert, "--ray-ssl-keyfile", host.key,
-        "--ray-ssl-ca-certs", ca or host.ca,
-    ]  # fmt: skip
+def tls(host: Host, ca: str = "") -> dict[str, str]:
+    """Return the variables that have Ray use the certificate of a host."""
+    return environment.with_ray_tls({}, host.cert, host.key, ca or host.ca)
 
 
 @pytest.fixture(scope="module")
@@ -40,53 +43,54 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Host:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tls_host: Host) -> Iterator[ServerProcess]:
-    checkpoint = nano_checkpoint(tmp_path_factory.mktemp("model"))
-    words = (*SMALL, "--port", "0", "--kvstore-dram-bytes", "32MiB", *flags(tls_host))
-    with ServerProcess(str(checkpoint), *words) as server:
-        server.wait_until_serving()
-        yield server
-        code, left = server.stop()
-        assert code == 0, server.output
-        assert left == []
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(nano_checkpoint(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
-def address(server: ServerProcess) -> str:
-    return server.wait_for(r"--join (\S+)").group(1)
+def address(tls_host: Host) -> Iterator[str]:
+    """The address of a Ray that speaks TLS; the variables that it takes are set."""
+    with socket.socket() as free, pytest.MonkeyPatch.context() as patch:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        variables = environment.QUIET | tls(tls_host) | {"MOONCAKE_CLUSTER_SECRET": "s" * 32}
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        keep_ray_token_private()
+        free.close()
+        with contextlib.closing(OwnRaylet(address, "127.0.0.1", lambda: False, head=True)):
+            yield address
 
 
-def test_workers_with_a_certificate_join_and_gateways_need_none(
-    server: ServerProcess, address: str, tls_host: Host
-) -> None:
-    tokens = server.complete(PROMPT, 8)
-    join = ("--join", address, *flags(tls_host))
-    other = server.wait_for(r"one more gateway: .* --join (\S+)").group(1)
-    with (
-        ServerProcess("--role", "decode", *SMALL, *join) as worker,
-        ServerProcess("--role", "gateway", "--port", "0", "--join", other) as gateway,
-    ):
-        worker_id = worker.wait_for(r"(decode-\S+) .* has joined").group(1)
-        gateway.wait_until_serving()
-        gateway.wait_for_workers({"prefill-0", "decode-0", "kvstore-0", worker_id})
-        assert gateway.complete(PROMPT, 8) == tokens
-    assert server.complete(PROMPT, 8) == tokens
+@pytest.fixture(scope="module")
+def server(model: str, address: str) -> Iterator[ServerProcess]:
+    words = (*SMALL, "--port", "0", "--kvstore-dram-bytes", "32MiB", "--ray-address", address)
+    with ServerProcess(model, *words) as server:
+        server.wait_until_serving()
+        yield server
+        code, _ = server.stop()
+        assert code == 0, server.output
 
 
-def test_without_a_certificate_of_its_authority_nobody_joins(
-    server: ServerProcess, address: str, tls_host: Host, stranger: Host
+def test_a_cluster_on_it_serves(server: ServerProcess) -> None:
+    assert len(server.complete(PROMPT, 8)) == 8
+
+
+def test_without_a_certificate_of_its_authority_nobody_uses_it(
+    model: str, address: str, tls_host: Host, stranger: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is told at once what is wrong; Ray itself would go on asking for minutes."""
-    cases: list[tuple[Sequence[str], str]] = [
-        ((), IN_CLEAR),
-        (flags(stranger), DISTRUST),
-        (flags(stranger, tls_host.ca), DISTRUST),
+    cases: list[tuple[dict[str, str], str]] = [
+        ({"RAY_USE_TLS": "0"}, IN_CLEAR),
+        (tls(stranger), DISTRUST),
+        (tls(stranger, tls_host.ca), DISTRUST),
     ]
-    for words, reason in cases:
-        with ServerProcess("--role", "decode", "--join", address, *words) as refused:
+    for variables, reason in cases:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with ServerProcess(model, *SMALL, "--ray-address", address) as refused:
             refused.wait_for(reason, 60)
             assert refused.process.wait(60) == 2
-    assert server.complete(PROMPT, 4)
 
 
 def answer_of(port: int, tls: ssl.SSLContext | None) -> bytes:
@@ -104,12 +108,11 @@ def answer_of(port: int, tls: ssl.SSLContext | None) -> bytes:
         return b""
 
 
-def test_ray_itself_talks_to_nobody_else(
-    server: ServerProcess, tls_host: Host, stranger: Host
-) -> None:
+def test_ray_itself_talks_to_nobody_else(address: str, tls_host: Host, stranger: Host) -> None:
     intruder = ssl.create_default_context(cafile=tls_host.ca)
     intruder.load_cert_chain(stranger.cert, stranger.key)
-    with Descendants(server.process.pid) as descendants:
+    del address
+    with Descendants(os.getpid()) as descendants:
         pids = [p for p in descendants.pids if comm(p) in ("gcs_server", "raylet")]
         ports = listening_ports(pids)
     assert len(pids) == 2

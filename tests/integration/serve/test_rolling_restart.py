@@ -105,8 +105,7 @@ def head(tmp_path: Path) -> Iterator[ServerProcess]:
 
 def test_a_rolling_restart_loses_no_request(head: ServerProcess) -> None:
     def join(role: str, *words: str) -> ServerProcess:
-        who = "gateway" if role == "gateway" else "worker"
-        address = head.wait_for(rf"one more {who}: .* --join (\S+)").group(1)
+        address = head.wait_for(r"--role ROLE --join (\S+)").group(1)
         return running.enter_context(ServerProcess("--role", role, "--join", address, *words))
 
     def api_server() -> ServerProcess:
@@ -116,7 +115,7 @@ def test_a_rolling_restart_loses_no_request(head: ServerProcess) -> None:
 
     def worker(role: str) -> ServerProcess:
         one = join(role, *SMALL[2:])
-        one.wait_for("has joined")
+        one.wait_for(r"\(pid \d+\) serves")
         return one
 
     with ExitStack() as running:

@@ -37,11 +37,11 @@ def test_a_new_secret_takes_the_place_of_the_old_one_under_load(tmp_path: Path) 
                 load.wait_for(3)
             join = ("--role", "decode", "--join", address, *SMALL[2:])
             with ServerProcess(*join, "--cluster-secret-file", str(file)) as newcomer:
-                name = newcomer.wait_for(r"(decode-\S+) \(pid \d+\) has joined").group(1)
+                name = newcomer.wait_for(r"(decode-\S+) \(pid \d+\) serves").group(1)
                 server.wait_for_workers(WORKERS | {name})
                 load.wait_for(3)
             with ServerProcess(*join, "--cluster-secret-file", str(old_file)) as former:
-                former.wait_for("cluster-secret: it is not the secret of that cluster")
+                former.wait_for(r"cluster-secret: the gateway at \S+ has another one")
         finally:
             load.close()
         assert load.wrong == []

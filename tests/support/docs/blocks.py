@@ -281,9 +281,11 @@ CLASSES: dict[str, dict[str, Class]] = {
         "python examples/retries.py": Asked(("Mooncake is a serving engine for Kimi K2.",)),
     },
     "docs/roles.md": {
-        "mooncake serve DIR --headless": JOIN,
-        "mooncake certificates authority": PLANNED,
-        "mooncake serve --role decode --join 10.0.0.7:PORT": JOIN,
+        "mooncake serve DIR --headless": Elsewhere(
+            "tests/integration/serve/test_joining.py", "a running cluster"
+        ),
+        "mooncake serve DIR --bind-host 10.0.0.7": JOIN,
+        "mooncake serve --role decode --join 10.0.0.7:6400": JOIN,
         "mooncake serve DIR --role gateway --join-port 6400": PLANNED,
         "helm install": KUBELET,
     },

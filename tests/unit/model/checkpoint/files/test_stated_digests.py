@@ -18,11 +18,12 @@ from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles
 from mooncake.model.checkpoint.files.revision import STATED_NAME
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 
+JOINS = {"join": "h:1", "cluster_secret": "s"}
 NO_ENGINE = [
-    {"role": "gateway", "join": f"tcp://h:1#{'ab' * 32}"}, {"role": "kvstore", "join": "h:1"},
+    {"role": "gateway", **JOINS}, {"role": "kvstore", **JOINS},
     {"headless": True, "prefill": 0, "decode": 0, "kvstore": 0},
 ]  # fmt: skip
-ENGINES = [{}, {"colocated": True}, {"role": "decode", "join": "h:1"}, {"headless": True}]
+ENGINES = [{}, {"colocated": True}, {"role": "decode", **JOINS}, {"headless": True}]
 
 
 @pytest.fixture(scope="module")
