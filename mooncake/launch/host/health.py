@@ -7,7 +7,7 @@ Owns no worker. It asks the loop that drives one, and notices when no answer com
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from http import HTTPStatus
 
@@ -182,14 +182,12 @@ def open_health_port(
     settings: HealthSettings,
     parts: Callable[[], Sequence[Vitals]],
     metrics: Callable[[], bytes],
-    more: Mapping[str, Route] | None = None,
 ) -> HttpServer:
-    """Open the health port of a process. It serves probes and metrics without a credential, and
-    `more`.
+    """Open the health port of a process. It serves probes and metrics without a credential.
 
     Raises:
         ConfigError: the address cannot be bound, or a file of `tls` is wrong.
     """
     revision()  # as it is now
-    routes = probe_routes(parts) | metrics_route(metrics) | dict(more or {})
+    routes = probe_routes(parts) | metrics_route(metrics)
     return HttpServer(settings.host, settings.port, routes, "health-port", settings.tls)

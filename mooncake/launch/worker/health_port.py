@@ -11,14 +11,13 @@ import faulthandler
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mooncake.base import MooncakeError, Role
 from mooncake.launch.host.families import render
 from mooncake.launch.host.health import Health, HealthSettings, Watchdog, open_health_port
-from mooncake.launch.host.http_server import Route, url_of
+from mooncake.launch.host.http_server import url_of
 from mooncake.launch.worker.metrics import health_families
 from mooncake.telemetry.health import Vitals
 
@@ -46,12 +45,11 @@ class HealthPort:
         others: Callable[[], Sequence[Vitals]] = tuple,
         on_stuck: Callable[[str], None] | None = None,
         series: Callable[[], bytes] = bytes,
-        routes: Mapping[str, Route] = MappingProxyType({}),
     ) -> None:
         """Open the port. When a loop has not turned for `limit_s`, `on_stuck` is told why, or
         the process ends. `own_host` is this machine's address, for the URL of a port that listens
         on all of its addresses. `others` returns the states of further parts of the process,
-        `series` further metrics; `routes` are answered too.
+        `series` further metrics.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -62,7 +60,7 @@ class HealthPort:
         self._others = others
         self._series = series
         self._worker: Worker | None = None
-        self._server = open_health_port(settings, self.parts, self.metrics, routes)
+        self._server = open_health_port(settings, self.parts, self.metrics)
         host = own_host if self._server.host in WILDCARDS else self._server.host
         self.url = url_of(host, self._server.port, self._server.scheme)
         self._watchdog = Watchdog(self.parts, on_stuck or self._end_process)
