@@ -53,7 +53,8 @@ def address(tls_host: Host) -> Iterator[str]:
     with socket.socket() as free, pytest.MonkeyPatch.context() as patch:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-        variables = environment.QUIET | tls(tls_host) | {"MOONCAKE_CLUSTER_SECRET": "s" * 32}
+        variables = environment.with_ray(tls(tls_host), here_only=True)
+        variables["MOONCAKE_CLUSTER_SECRET"] = "s" * 32  # of a worker's environment in that Ray
         for name, value in variables.items():
             patch.setenv(name, value)
         keep_ray_token_private()

@@ -332,7 +332,7 @@ def test_experts_apart_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture
         ({"enable_expert_parallel": True, "role_switching": True}, "role-switching: workers that"),
         ({"enable_expert_parallel": True, "autoscale": "prefill=1..2,decode=1..4"},
          "autoscale: workers that"),
-        ({"enable_expert_parallel": True, "role": "decode", "join": "h:1"},
+        ({"enable_expert_parallel": True, "role": "decode", "join": "h:1", "cluster_secret": "s"},
          "experts=2: workers that join a running cluster hold their experts themselves"),
         ({"enable_expert_parallel": True, "device": "cuda"}, "experts=2: it is not served on GPUs"),
     ],
