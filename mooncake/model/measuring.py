@@ -45,8 +45,7 @@ def measure_memory(
 
     The steps use temporary pages, which count as free. All sequences share the pages of one
     context, and all layers share one layer. There are logits for as many rows as there may be
-    sequences. `sample` handles them as the sampling rank does. A rank that holds only routed
-    experts computes these for the others.
+    sequences. `sample` handles them as the sampling rank does.
 
     Raises:
         GroupError: another rank was lost.
@@ -58,9 +57,6 @@ def measure_memory(
         rule = model.prefers_absorbed
 
         def run(slots: Sequence[StepSlot]) -> None:
-            if not model.has_rest:
-                model.serve_pass()
-                return
             whole = frozenset([0]) if len(slots) == 1 else frozenset[int]()
             inputs = build_inputs(slots, whole, kv.page_shape, rule, home=home)
             hidden = model.forward(inputs.to(model.device), kv)

@@ -56,8 +56,8 @@ def engine_of_two(
     """
     torch.set_num_threads(1)
     shape = Shape.parse(words)
-    workers = tuple(f"decode-{each}" for each in range(shape.num_sharers))
-    group = ExpertGroup(name=name, number=number, size=len(workers), workers=workers)
+    workers = tuple(f"decode-{each}" for each in range(shape.dp))
+    group = ExpertGroup(name=name, number=number, size=shape.dp, workers=workers)
     with (
         mock.patch.object(expert_peers, "EXCHANGE_S", RANK_S),
         every_other_step(),
@@ -127,31 +127,6 @@ def test_engines_that_share_experts_have_the_tokens_and_logprobs_of_one_on_the_c
     engines.go_on()
     engines.join()
     assert [each.exitcode for each in engines.each] == [0, 0]
-
-
-def test_engines_whose_experts_are_on_another_have_the_tokens_and_logprobs_of_one_on_the_cpu(
-    nano: Path, wanted: tuple[dict[int, list[int]], dict[int, list[float]]]
-) -> None:
-    """Steps are eager. The last process holds experts and no pages."""
-    name, machine = group_name(), {"num_devices": 1, "order": RANDOM, "seed": 5}
-    parts: list[Joins] = [*PARTS, {}]
-    engines = Processes(
-        engine_of_two,
-        [
-            (number, name, nano, "tp1-dp2-experts1", CAPTURED, machine, {}, part)
-            for number, part in enumerate(parts)
-        ],
-    )
-    first, second, experts = engines.found()
-    assert not any(isinstance(each, str) for each in (first, second, experts)), (first, second)
-    tokens, logprobs = wanted
-    assert [*first[0].values(), *second[0].values()] == [tokens[each] for each in (0, 2, 1)]
-    assert first[1][0] == pytest.approx(logprobs[0], abs=1e-4)
-    assert experts[0] == {}
-    engines.go_on(0, 1)
-    engines.go_on(2)
-    engines.join()
-    assert [each.exitcode for each in engines.each] == [0, 0, 0]
 
 
 def test_a_head_drafts_in_captured_steps_that_engines_agree_on(
