@@ -118,12 +118,10 @@ class Row:
     def standard_error(self) -> float:
         return math.sqrt(self.accuracy * (1 - self.accuracy) / self.num_samples)
 
-    def keeps(self, first: Row, num_errors: float = 1.0) -> bool:
-        """Whether the accuracy is at most so many standard errors of the difference below
-        `first`'s.
-        """
+    def keeps(self, first: Row) -> bool:
+        """Whether the accuracy is at most one standard error of the difference below `first`'s."""
         error = math.hypot(self.standard_error, first.standard_error)
-        return self.accuracy >= first.accuracy - num_errors * error
+        return self.accuracy >= first.accuracy - error
 
     def unlike(self, first: Row) -> bool:
         """Whether what is quantized here had an effect."""

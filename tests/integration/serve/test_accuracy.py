@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import pytest
 
@@ -16,41 +16,46 @@ from mooncake.tasks.sample import Sample
 NUM_SAMPLES = {"call": 40, "code_4k": 10}
 """Twenty of every other task. Several answers may be wrong, so that none of them decides alone."""
 OF_A_FORM = 10
-"""Samples that a form is compared by; none of `LONG`, whose prompts take seconds."""
+"""Samples of each task but `LONG`, whose prompts take seconds, that a form is compared by first."""
 LONG = "code_4k"
 OTHERS = ", other samples"
 
+Samples = Mapping[str, Sequence[Sample]]
+
 
 @pytest.fixture(scope="module")
-def samples() -> Mapping[str, Sequence[Sample]]:
+def samples() -> Samples:
     return {task: evaluation_samples(task, NUM_SAMPLES.get(task, 20), 1) for task in THRESHOLDS}
 
 
 @pytest.fixture(scope="module")
-def short(samples: Mapping[str, Sequence[Sample]]) -> Mapping[str, Sequence[Sample]]:
+def first(samples: Samples) -> Samples:
+    """What every form is asked."""
     return {task: chosen[:OF_A_FORM] for task, chosen in samples.items() if task != LONG}
 
 
 @pytest.fixture(scope="module")
-def every(samples: Mapping[str, Sequence[Sample]], short: Mapping[str, Sequence[Sample]]) -> Row:
-    """The answers of bfloat16 weights in one process to all samples, scored in two parts: those
-    that forms are compared by, and the others.
-    """
-    others = {task + OTHERS: chosen[len(short.get(task, ())) :] for task, chosen in samples.items()}
-    [row] = measure(checkpoint(DEMO), [PLAIN], {**short, **others})
-    return row
+def others(samples: Samples, first: Samples) -> Samples:
+    """What a form is asked, too, that does worse on the first ones."""
+    return {task + OTHERS: samples[task][len(chosen) :] for task, chosen in first.items()}
 
 
 @pytest.fixture(scope="module")
-def plain(every: Row, short: Mapping[str, Sequence[Sample]]) -> Row:
-    """What forms are compared with."""
-    return dataclasses.replace(every, scores=[each for each in every.scores if each.task in short])
+def plain(samples: Samples, first: Samples, others: Samples) -> Row:
+    """The answers of bfloat16 weights in one process to all samples."""
+    [row] = measure(checkpoint(DEMO), [PLAIN], {**first, **others, LONG: samples[LONG]})
+    return row
 
 
-def test_the_shipped_model_is_as_good_as_stated(every: Row) -> None:
-    assert every.failures() == []
+def of_tasks(row: Row, tasks: Container[str]) -> Row:
+    """Return the part of a row that these tasks are."""
+    return dataclasses.replace(row, scores=[each for each in row.scores if each.task in tasks])
+
+
+def test_the_shipped_model_is_as_good_as_stated(plain: Row) -> None:
+    assert plain.failures() == []
     right, asked = Counter[str](), Counter[str]()
-    for score in every.scores:
+    for score in plain.scores:
         task = score.task.removesuffix(OTHERS)
         right[task] += score.num_right
         asked[task] += score.num_samples
@@ -60,12 +65,16 @@ def test_the_shipped_model_is_as_good_as_stated(every: Row) -> None:
 
 
 @pytest.mark.parametrize("form", TOGETHER, ids=lambda form: form.name)
-def test_no_form_answers_worse(
-    form: Form, plain: Row, short: Mapping[str, Sequence[Sample]]
-) -> None:
-    [row] = measure(checkpoint(DEMO), [form], short)
+def test_no_form_answers_worse(form: Form, plain: Row, first: Samples, others: Samples) -> None:
+    [row] = measure(checkpoint(DEMO), [form], first)
     assert row.failures() == []
-    # Of forms that are as good, one in six is more than one error below: with so few samples that
-    # is chance, and which way products are computed, which is measured at load, decides it.
-    assert row.keeps(plain, 2), f"{row.accuracy:.3f}, and {plain.accuracy:.3f} in bfloat16"
     assert row.unlike(plain), "quantized, and likelihoods are those of bfloat16"
+    beside = of_tasks(plain, first)
+    if not row.keeps(beside):
+        # Of forms that are as good, one in six is that low by chance. All samples together tell.
+        [more] = measure(checkpoint(DEMO), [form], others)
+        assert more.failures() == []
+        row = dataclasses.replace(row, scores=[*row.scores, *more.scores])
+        beside = of_tasks(plain, {*first, *others})
+    assert row.num_samples == beside.num_samples
+    assert row.keeps(beside), f"{row.accuracy:.3f}, and {beside.accuracy:.3f} in bfloat16"
