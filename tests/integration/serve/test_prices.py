@@ -119,6 +119,16 @@ def median_s(times: Iterable[tuple[float, float]]) -> float:
     return statistics.median(end - begin for begin, end in times)
 
 
+def value_of(metrics: str, name: str, **labels: str) -> float:
+    """Return the sum of a series."""
+    total = 0.0
+    for found in re.finditer(rf"^mooncake:{name}(?:{{(.*)}})? (\S+)$", metrics, re.MULTILINE):
+        has = dict(re.findall(r'(\w+)="([^"]*)"', found[1] or ""))
+        if all(has.get(label) == value for label, value in labels.items()):
+            total += float(found[2])
+    return total
+
+
 class Walk:
     """A live server and what is measured of it."""
 
@@ -149,23 +159,15 @@ class Walk:
         """Return by how much the process that has grown most has grown."""
         return max(now - self._rss[pid] for pid, now in self.rss().items())
 
-    def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of a series."""
-        total = 0.0
-        for line in self._boss.get("/metrics").raise_for_status().text.splitlines():
-            found = re.match(r"(mooncake:\w+)(?:\{(.*)\})? (\S+)$", line)
-            if found and found[1] == f"mooncake:{name}":
-                has = dict(re.findall(r'(\w+)="([^"]*)"', found[2] or ""))
-                if all(has.get(label) == value for label, value in labels.items()):
-                    total += float(found[3])
-        return total
+    def metrics(self) -> str:
+        return self._boss.get("/metrics").raise_for_status().text
 
     def num_long_holds(self) -> float:
-        name = "event_loop_held_seconds"
-        return self.metric(f"{name}_count") - self.metric(f"{name}_bucket", le=MOST_HELD)
+        name, text = "event_loop_held_seconds", self.metrics()
+        return value_of(text, f"{name}_count") - value_of(text, f"{name}_bucket", le=MOST_HELD)
 
     def free_blocks(self) -> float:
-        return self.metric("worker_free_blocks")
+        return value_of(self.metrics(), "worker_free_blocks")
 
     def send(self, path: str, body: bytes) -> int | None:
         """Return the status; None: the client has left."""
@@ -209,8 +211,9 @@ class Walk:
 
     def at_rest(self) -> bool:
         """Whether no request runs or waits any more, and as many blocks are free as before."""
-        busy = self.metric("num_requests_running") + self.metric("num_requests_waiting")
-        return busy == 0 and self.free_blocks() >= self.rest
+        text = self.metrics()
+        busy = value_of(text, "num_requests_running") + value_of(text, "num_requests_waiting")
+        return busy == 0 and value_of(text, "worker_free_blocks") >= self.rest
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +263,7 @@ def test_no_field_costs_others_more_than_its_bound(walk: Walk) -> None:
         else:
             dear[f"{path} {name}"] = found
     assert not dear, "\n".join(f"{where}: {', '.join(what)}" for where, what in dear.items())
-    assert walk.metric("event_loop_held_seconds_count") > 0, "holds are not measured"
+    assert value_of(walk.metrics(), "event_loop_held_seconds_count") > 0, "holds are not measured"
     assert walk.grown() <= MOST_GROWN
     walk.other.leave()
     end = time.monotonic() + REST_S
