@@ -37,6 +37,7 @@ PAUSE_S = (5.0, 35.0)
 TIERS: Mapping[str, dict[str, Any]] = {
     "DRAM": {},
     "DRAM and SSD, 6 GB/s": {"ssd_bytes_per_s": 6e9},
+    "DRAM and bucket, 4 GB/s": {"object_bytes_per_s": 4e9},
     "DRAM and bucket, 1 GB/s": {"object_bytes_per_s": 1e9},
 }
 ANYWHERE = (("policy", "random"), ("fetch_remote", False))

@@ -19,6 +19,8 @@ from tests.support.sim.traces import simulation
 
 NUM_DOCUMENTS = 8
 DOCUMENT_BLOCKS = 30
+SSD_BYTES_PER_S = 6e9
+"""Enough that all of a document comes sooner than it would be computed."""
 
 
 def trace() -> list[TraceLine]:
@@ -55,7 +57,7 @@ def play(read_ahead_bytes: int) -> Simulation:
         lines, 1, 1, scheduler={"read_ahead_bytes": read_ahead_bytes},
         hbm_tokens=3 * DOCUMENT_BLOCKS * TRACE_BLOCK_TOKENS // 2,
         pool_tokens=6 * DOCUMENT_BLOCKS * TRACE_BLOCK_TOKENS, ssd_tokens=1_000_000,
-        ssd_min_uses=1,
+        ssd_min_uses=1, ssd_bytes_per_s=SSD_BYTES_PER_S,
     )  # fmt: skip
     played.run()
     for _, machine in played.world.machines():
@@ -89,7 +91,7 @@ def test_requests_that_waited_start_sooner(both: tuple[Simulation, Simulation]) 
     assert len(late) == len(early) == NUM_DOCUMENTS
     assert counted(without, "blocks_prefetched") == 0
     assert counted(ahead, "blocks_prefetched") > 2 * DOCUMENT_BLOCKS
-    assert sum(early) < 0.92 * sum(late)
+    assert sum(early) < 0.95 * sum(late)
     assert max(early) < 0.95 * max(late)
     assert without.measures.hit_tokens == ahead.measures.hit_tokens
 
