@@ -21,7 +21,6 @@ import torch
 from tests.support.cuda.accesses import Access
 from tests.support.cuda.memory import Block
 from tests.support.cuda.streams import (
-    MOST_POLL_S,
     POLL_S,
     Event,
     Machine,
@@ -310,7 +309,7 @@ def _go_along(machine: Machine) -> None:
     """Run what other ranks wait for while the machine is installed, and end what is late."""
     pause_s = POLL_S
     while is_installed(machine):
-        pause_s = min(2 * pause_s, MOST_POLL_S)
+        pause_s = min(2 * pause_s, machine.most_poll_s)
         with machine.lock:
             machine.meetings[:] = [e for e in machine.meetings if not machine.has_run(e)]
             first: dict[Communicator, Task] = {}
@@ -319,9 +318,8 @@ def _go_along(machine: Machine) -> None:
                 first.setdefault(task.meeting.communicator, task)
         for communicator, task in first.items():
             assert isinstance(task.meeting, _Exchange)
-            if communicator.is_wanted():
+            if communicator.is_wanted() and machine.advance(task):
                 pause_s = POLL_S
-                machine.advance(task)
             if task.meeting.is_late() and machine.failed is None:
                 machine.failed = RuntimeError(
                     f"{communicator.name}: watchdog caught a timeout of {communicator.timeout_s:g} "

@@ -26,9 +26,8 @@ LATE, SIDE_FIRST, FIFO, RANDOM = "late", "side first", "fifo", "random"
 ORDERS = (LATE, SIDE_FIRST, FIFO, RANDOM)
 POLL_S = 0.0005
 """Between two looks at what other processes have done, at first; each look that finds nothing
-doubles it, to `MOST_POLL_S` at most: who waits leaves the cores to those that it waits for.
+doubles it, to `Machine.most_poll_s`: who waits leaves the cores to those that it waits for.
 """
-MOST_POLL_S = 16 * POLL_S
 Clock = dict[int, int]
 Body = Callable[[], Any]
 """Does a task's work; returns a list of accesses, if some were not known when it was queued."""
@@ -156,6 +155,7 @@ class Machine:
     def __init__(self, num_devices: int = 1, order: str = LATE, seed: int = 0) -> None:
         assert order in ORDERS, f"{order!r} is none of {', '.join(ORDERS)}"
         self.num_devices = num_devices
+        self.most_poll_s = 8 * POLL_S * max(2, num_devices)  # as many ranks look at each other
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self.races: list[str] = []
@@ -301,12 +301,16 @@ class Machine:
         if self.failed is not None:
             raise RuntimeError(f"CUDA error: {self.failed}") from self.failed
 
-    def advance(self, task: Task) -> None:
-        """Run what has to come before `task`, and it, as far as no other process is waited for."""
+    def advance(self, task: Task) -> bool:
+        """Run what has to come before `task`, and it, as far as no other process is waited for;
+        return whether anything ran.
+        """
+        ran = False
         with self.lock:
             stream = self._streams[task.stream]
             while stream.done < task.tick and self._do_late(stream, task.tick):
-                pass
+                ran = True
+        return ran
 
     def _run(self, number: int, tick: int) -> None:
         aim, pause_s = self._streams[number], POLL_S
@@ -315,7 +319,7 @@ class Machine:
                 pause_s = POLL_S
                 continue
             self._changed.wait(pause_s)  # without the lock: others queue and run tasks meanwhile
-            pause_s = min(2 * pause_s, MOST_POLL_S)
+            pause_s = min(2 * pause_s, self.most_poll_s)
 
     def _do_one(self, aim: Stream, tick: int) -> bool:
         """Run the task that this machine's order has next; return whether one could run."""
