@@ -30,12 +30,12 @@ from mooncake.sim.world.runner import VOCAB_SIZE
 
 BLOCK_TOKENS = 64
 KEEP_S = 300.0
-HBM_TOKENS = 100_000
-TOOLS_TOKENS = 8_192
+HBM_TOKENS = 24_000
+TOOLS_TOKENS = 1_024
 """Of the description of tools that all agents begin with."""
-FIRST_TOKENS, TOOL_TOKENS = (2_000, 6_000), (300, 3_000)
-TURNS = (8, 12)
-OTHER_TOKENS, OTHER_ANSWER = (8_000, 24_000), 64
+FIRST_TOKENS, TOOL_TOKENS = (1_000, 2_000), (300, 600)
+TURNS = (6, 6)
+OTHER_TOKENS, OTHER_ANSWER = (4_000, 8_000), 4
 CLUSTERS = {"2P2D": (2, 2), "2 colocated": (0, 2)}
 ASKED: Mapping[str, Mapping[str, Any]] = {
     "nothing": {},
@@ -237,19 +237,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks next-turns", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--agents", type=int, default=2)
-    parser.add_argument("--answer", type=int, nargs=2, default=[50, 750], metavar="TOKENS")
-    parser.add_argument("--pause-s", type=float, nargs=2, default=[30.0, 150.0], metavar="S")
+    parser.add_argument("--agents", type=int, default=1)
+    parser.add_argument("--answer", type=int, nargs=2, default=[500, 700], metavar="TOKENS")
+    parser.add_argument("--pause-s", type=float, nargs=2, default=[60.0, 90.0], metavar="S")
     parser.add_argument(
-        "--others-per-s", type=float, default=0.7, help="other tenants' prompts a second"
+        "--others-per-s", type=float, default=0.8, help="other tenants' prompts a second"
     )
     parser.add_argument(
-        "--pool-tokens", type=int, default=300_000, help="DRAM of each instance's pool"
+        "--pool-tokens", type=int, default=80_000, help="DRAM of each instance's pool"
     )
     parser.add_argument("--ssd-bytes-per-s", type=float, default=0.0, help="0: there is no SSD")
     parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS)
     parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=5)
     args = parser.parse_args(argv)
     load = load_of(
         args.agents, (args.answer[0], args.answer[1]), (args.pause_s[0], args.pause_s[1]),

@@ -27,12 +27,7 @@ def test_turns_follow_one_another_and_others_share_nothing() -> None:
 def test_kept_prompts_and_answers_are_found_where_others_have_filled_the_pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    small = {
-        "HBM_TOKENS": 24_000, "TOOLS_TOKENS": 1_024, "TURNS": (3, 3),
-        "FIRST_TOKENS": (1_000, 2_000), "TOOL_TOKENS": (300, 600), "OTHER_TOKENS": (4_000, 8_000),
-    }  # fmt: skip
-    for name, value in small.items():
-        monkeypatch.setattr(next_turns, name, value)
+    monkeypatch.setattr(next_turns, "TURNS", (3, 3))
     load = load_of(1, (500, 700), (60.0, 90.0), 0.6, seed=5)
     missed = {}
     for asked in next_turns.ASKED:
