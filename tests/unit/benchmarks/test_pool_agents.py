@@ -32,8 +32,9 @@ def test_tiers_behind_a_small_pool_keep_what_falls_out(monkeypatch: pytest.Monke
     shares = {
         name: play(lines, 10_000, **more).cache.hit_rate for name, more in pool_agents.TIERS.items()
     }
-    dram, ssd, bucket = shares.values()
+    dram, ssd, bucket, slow_bucket = shares.values()
     most = round(ideal(lines), 4)
-    assert dram + 0.05 < ssd <= most
-    assert dram + 0.05 < bucket <= most
-    assert play(lines, 0).cache.hit_rate < bucket - 0.05
+    assert dram + 0.03 < ssd <= most
+    assert dram + 0.03 < bucket <= most
+    assert slow_bucket < bucket - 0.03, "computing is faster"
+    assert play(lines, 0).cache.hit_rate < bucket - 0.03
