@@ -201,8 +201,8 @@ class StepShare:
         """sequence_id -> the seconds and tokens of prompts that were counted for it."""
 
     def lift(self) -> None:
-        """Limit no flow any more, because nobody else computes: those that sit out may. The step
-        does not count as theirs.
+        """Remove all limits of this step, because nobody else has anything to compute. Flows that
+        sit out may compute in it, and it does not count against them.
         """
         self._limits = {}
 

@@ -238,7 +238,7 @@ class NodeBlocks:
             ports.transfer.lend(borrower, ports.region, self._pieces(keys), write=write)
 
     def take_back(self, peer: WorkerRef, keys: Sequence[BlockKey], *, write: bool) -> None:
-        """End such a loan. Call it before the memory of the blocks is used for others."""
+        """End a loan that `lend` began. Call it before the blocks' memory is used again."""
         borrower = client_key(peer)
         if borrower and keys:
             ports = self._ports

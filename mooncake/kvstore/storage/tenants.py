@@ -91,7 +91,7 @@ class TenantEviction:
             own.set_last(key, last)
 
     def access(self, keys: Sequence[BlockKey], counted: Keys = NONE) -> None:
-        """Note that a request wrote or read this run; see `EvictionPolicy`."""
+        """Record that a request wrote or read a run of blocks; see `EvictionPolicy`."""
         self._all.access(keys, counted)
         for tenant, own_keys in self._by_tenant(keys).items():
             self._own[tenant].access(own_keys, counted)

@@ -98,9 +98,9 @@ def run_worker(
     progress: Progress,
     started: Callable[[Worker], None],
 ) -> None:
-    """Be the worker until a signal. Then it leaves, which takes `shutdown_timeout` at most: an
-    engine serves until others have taken its place, and a pool node hands its blocks on. A second
-    signal ends it now.
+    """Run the worker in this process until a signal arrives. The worker then leaves the cluster,
+    within `shutdown_timeout`: an engine serves until others have taken its place, and a pool node
+    hands its blocks on. A second signal ends it at once.
 
     Raises:
         MooncakeError: the worker cannot start, or the cluster gave it up.

@@ -104,7 +104,7 @@ class RankHost:
                     with self._lock:
                         self._unproven.pop(sock, None)
                 if not self._places.acquire(blocking=False):
-                    raise Unavailable(f"{MAX_RANKS} ranks run here, and no more may")
+                    raise Unavailable(f"{MAX_RANKS} ranks already run here, which is the limit")
                 try:
                     self._follow(link, whence)
                 finally:

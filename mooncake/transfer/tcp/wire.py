@@ -132,7 +132,9 @@ AHEAD_BYTES = 2**16
 
 
 def is_long(num_bytes: int) -> bool:
-    """Return whether some of a payload goes ahead; after it the sender yields once."""
+    """Return whether the start of a payload is sent alone, so that the receiver wakes early. The
+    sender then yields once before it sends the rest.
+    """
     return num_bytes >= 4 * AHEAD_BYTES
 
 
