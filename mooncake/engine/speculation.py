@@ -148,8 +148,8 @@ class RowCost:
 
 
 class _Beyond:
-    """How much longer steps of one kind take than the fitted line predicts. The first draft may cost
-    more than the next ones, because a step of several rows uses other kernels.
+    """How much longer steps of one kind take than the fitted line predicts. The first draft may
+    cost more than the next ones, because a step of several rows uses other kernels.
     """
 
     def __init__(self) -> None:

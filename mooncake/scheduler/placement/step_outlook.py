@@ -131,8 +131,8 @@ def _began_s(
 
 
 def _stream(num_before: int, num_tokens: float, usual_output: float, now: float) -> OpenStream:
-    """Return a stream that has generated this many tokens. Output lengths are taken to be uniform up to
-    twice the usual one.
+    """Return a stream that has generated this many tokens. Output lengths are taken to be uniform
+    up to twice the usual one.
     """
     count = max(1, round(num_tokens))
     left = max(1.0, usual_output - count / 2)
