@@ -37,8 +37,8 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.directory or self.num_bytes <= 0:
             raise ConfigError(
-                f"kvstore.ssd: {self.directory!r} with {self.num_bytes} bytes; name a directory and "
-                "a size above 0"
+                f"kvstore.ssd: {self.directory!r} with {self.num_bytes} bytes; name a directory "
+                "and a size above 0"
             )
 
 
