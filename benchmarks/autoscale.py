@@ -134,7 +134,7 @@ def played(config: SimulationConfig, workload: Workload, name: str) -> Run:
         ttft_p99_s=result.ttft_s.p99,
         tbt_p99_ms=result.tbt_slow10_ms.p99,
         most=(max(each[1] for each in changes), max(each[2] for each in changes)),
-        timeline=[(round(at_s - START_S, 1), *counts) for at_s, *counts in changes],
+        timeline=[(round(each[0] - START_S, 1), each[1], each[2]) for each in changes],
     )
 
 

@@ -40,9 +40,9 @@ def main(argv: Sequence[str]) -> int:
         model = write_model(home / "model", args.layers)
         urls, events = [], []
         for name in ("left", "right"):
-            url, flags = _start(opened, name, model)
+            url, places = _start(opened, name, model)
             urls.append(url)
-            events += ["--engine-events", f"{url}={flags}"]
+            events += ["--engine-events", f"{url}={places}"]
         over = ("--role", "gateway", "--engines", ",".join(urls))
         print(f"{machine()}; a Llama of {args.layers} layers, 1,024 wide, bfloat16; {agents}")
         for number in range(args.rounds):

@@ -43,7 +43,8 @@ class Tally:
 
     def add(self, request: dict[str, Any], reply: dict[str, Any] | None) -> str | None:
         """Count one answer and return what is wrong with its calls, None = nothing."""
-        choice = reply["choices"][0] if reply is not None else {"finish_reason": NO_ANSWER}
+        none: dict[str, Any] = {"finish_reason": NO_ANSWER}
+        choice = none if reply is None else reply["choices"][0]
         self.finished[choice["finish_reason"]] += 1
         if choice["finish_reason"] != CALLED:
             return None

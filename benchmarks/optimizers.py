@@ -45,7 +45,8 @@ def trained(optimizer: str, rate: float, steps: int) -> Lines:
 
 def end_of(lines: Lines) -> float:
     """Return the mean loss of the last logged steps."""
-    return sum(line["loss"] for line in lines[-LAST:]) / LAST
+    losses = [float(line["loss"]) for line in lines[-LAST:]]
+    return sum(losses) / LAST
 
 
 def drawing(runs: Mapping[str, Lines]) -> str:

@@ -155,7 +155,7 @@ def run(world: World, args: argparse.Namespace) -> dict[str, float]:
         if len(under_way) > REQUESTS_UNDER_WAY:
             ended, ended_keys = under_way.popleft()
             world.conductor.release(ended.request_id, 512)
-            new = ended_keys[placed.num_cached_blocks :][:32]
+            new = ended_keys[placed.num_cached_tokens // BLOCK_TOKENS :][:32]
             for role in (Role.PREFILL, Role.KVSTORE, Role.KVSTORE):
                 world.report(role, new)
         beats += num_workers / HEARTBEAT_S / args.rate

@@ -15,6 +15,7 @@ import itertools
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -134,7 +135,7 @@ def compare(
 
     for number, sent in enumerate(load):
         name = str(number)
-        world.heap.at(START_S + sent.at_s, lambda name=name, sent=sent: send(name, sent))
+        world.heap.at(START_S + sent.at_s, partial(send, name, sent))
     while len(ended) < len(load):
         world.heap.run_until(world.heap.now() + 1.0)
     placed = {each.request_id: each for each in events.events if isinstance(each, Placed)}

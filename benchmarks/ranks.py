@@ -28,7 +28,7 @@ import psutil
 from benchmarks.support.servers import KEPT_HEAP, ROOT, WAIT_POLICY, load, machine
 from mooncake.engine.plan import StepSlot
 from mooncake.engine.ranks.step_log import StepWriter, encode
-from mooncake.model.parallel.lead import receive, send
+from mooncake.transfer.net.blocking import receive, send
 
 SHAPES = {
     "decode, 1 sequence at 1,024": (1, 1, 1024),

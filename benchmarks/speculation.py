@@ -149,7 +149,9 @@ def _tasks(model: Path, number: int, num_tokens: int, seed: int) -> Iterator[Gen
     template = load_chat_template(model, tokenizer.special_tokens)
     end = tokenizer.special_id("<|im_end|>")
     assert end is not None
-    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, stop_token_ids=[end])
+    sampling = SamplingParams(
+        max_tokens=num_tokens, temperature=0.0, stop_token_ids=frozenset({end})
+    )
     each = -(-number // len(TASKS))
     found = [evaluation_samples(task, each, seed) for task in TASKS]
     for at in range(number):

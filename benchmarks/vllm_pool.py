@@ -275,7 +275,7 @@ def saves(around: World, args: argparse.Namespace) -> None:
     print(f"| {args.prefix_len:,} | {' | '.join(medians)} |")
 
 
-def _num_put(pool: PoolSession) -> int:
+def _num_put(pool: PoolSession) -> float:
     return pool.stat().load.counters.get("blocks_put", 0)
 
 

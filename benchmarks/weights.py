@@ -21,6 +21,7 @@ import torch
 
 from mooncake.crypto.keys import KEY_BYTES, Key, KeyRing
 from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles
+from mooncake.model.checkpoint.files.safetensors_file import SafetensorsFile
 from mooncake.model.checkpoint.making.encrypt import encrypt_checkpoint
 from mooncake.model.checkpoint.weights import view_tensor
 
@@ -43,7 +44,7 @@ def read_all(directory: Path, keys: KeyRing | None, threads: int, out: torch.Ten
         at += file.tensors[name].num_bytes
     assert at <= len(out)
 
-    def copy(task: tuple) -> None:
+    def copy(task: tuple[SafetensorsFile, str, int]) -> None:
         file, name, start = task
         tensor = view_tensor(file, name)
         out[start : start + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))

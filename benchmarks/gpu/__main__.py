@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -117,7 +118,7 @@ def _tune(bench: Bench, results: Results, out: Path, end: float) -> None:
             key = f"tuned/{kind}/{split}/{tokens}"
             if results.has(key) or time.monotonic() > end:
                 continue
-            tiles = {"tiles": _few_tiles} if bench.tiny else {}
+            tiles: dict[str, Any] = {"tiles": _few_tiles} if bench.tiny else {}
             found = tune_experts(shape, [tokens], device=bench.device, timer=bench.timer, **tiles)
             save_table(tables / target.file_name, target, {shape.key: found})
             if tables != out:

@@ -95,7 +95,8 @@ def _grouped_peers(
     make: Any, count: int, rows: int, n: int, k: int
 ) -> dict[str, Callable[[], Any]]:
     """Return torch's grouped products of these shapes, of random data made when first called."""
-    made: dict[str, Any] = {}
+    made: dict[object, Any] = {}
+    torchs: Any = functional
 
     def inputs(dtype: torch.dtype) -> Any:
         if dtype not in made:
@@ -117,8 +118,8 @@ def _grouped_peers(
                 torch.ones(count, n, device=a.device),
             )
         one_a, one_b = made["ones"]
-        by_row = functional.ScalingType.RowWise
-        return functional.scaled_grouped_mm(
+        by_row = torchs.ScalingType.RowWise
+        return torchs.scaled_grouped_mm(
             a, b, one_a, by_row, one_b, by_row, offs=ends, output_dtype=torch.bfloat16
         )
 

@@ -20,6 +20,7 @@ from benchmarks.gpu.work import Bench, Case, Work
 from mooncake.base import KvLayout, ModelSpec
 from mooncake.engine.plan import StepSlot
 from mooncake.model.backends import Backends
+from mooncake.model.checkpoint.quant import QuantizedWeight
 from mooncake.model.checkpoint.tensor_cuts import Part, cut_of, part_shape
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.compiling import SilentRanks
@@ -28,7 +29,7 @@ from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay
 from mooncake.model.device.prefill_graphs import PrefillGraphs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.loading import QuantizedWeight, load_model
+from mooncake.model.loading import load_model
 from mooncake.model.running.computed_step import ForwardPass
 
 RANKS = 8

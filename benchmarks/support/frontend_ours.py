@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,16 @@ class InstantBackend:
     def status(self) -> Any:
         return {}
 
-    def metrics(self) -> bytes:
+    @property
+    def missing(self) -> Sequence[str]:
+        return ()
+
+    @property
+    def has_waiting_batch(self) -> bool:
+        return False
+
+    def metrics(self, for_operator: bool) -> bytes:
+        del for_operator
         return b""
 
     def drain(self) -> None:

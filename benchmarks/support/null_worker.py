@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -141,7 +142,8 @@ def main(encoded: str, step_s: float) -> None:
         MonotonicClock(),
     )
     model = NullModel(settings.weights_revision, step_s)
-    build(settings, channel, transfer, contextlib.ExitStack(), model=model).driver.run()
+    stands_in: Any = model
+    build(settings, channel, transfer, contextlib.ExitStack(), model=stands_in).driver.run()
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def is_alone() -> bool:
     return [name for _, name in socket.if_nameindex()] == ["lo"]
 
 
-def prepare(name: str, argv: list[str]) -> str | None:
+def prepare(name: str, argv: list[str]) -> str | None:  # noqa: RET503 (exec ends it)
     """Make upstream usable: may install it, and start benchmark `name` anew in a network that holds
     nothing but the loopback. Returns why it cannot be used, or None.
     """
@@ -61,7 +61,6 @@ def prepare(name: str, argv: list[str]) -> str | None:
         return f"its environment cannot be made: {error}"
     os.chdir(HOME)
     os.execvp(lonely[0], [*lonely, sys.executable, "-m", "benchmarks", name, *argv])
-    return None
 
 
 class UpstreamProcess:

@@ -5,6 +5,7 @@ of it starts.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from benchmarks.support.servers import VLLM_ENV, VLLM_SETTINGS, Layout
 
@@ -28,7 +29,8 @@ def write_model(path: Path, layers: int) -> Path:
         num_attention_heads=16, num_key_value_heads=4, head_dim=64, tie_word_embeddings=False,
         max_position_embeddings=MODEL_LEN,
     )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(path)
     return path
 
 
