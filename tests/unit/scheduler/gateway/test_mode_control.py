@@ -23,6 +23,7 @@ from mooncake.base.messages import (
     GatewayNews,
     Prefetch,
     Restart,
+    Tier,
     WeightsChecked,
     Welcome,
 )
@@ -196,7 +197,7 @@ def test_an_engine_that_wakes_is_told_to_read_the_busiest_prefix_ahead() -> None
     for number in range(2):
         orders.submit(msgspec.structs.replace(prompt, request_id=f"r{number}"))
     busy = keys_of(prompt)
-    orders.gateway.handle(snapshot(orders.kv0, busy), orders.now)
+    orders.gateway.handle(snapshot(orders.kv0, busy, Tier.DRAM), orders.now)
     orders.control.sleep(1, orders.ended.append, aborts=True)
     orders.fall_asleep()
     orders.control.wake(orders.ended.append)
