@@ -172,7 +172,7 @@ class LowerTier:
         self._num_writing = 0
         self._num_loading = 0
         self.read_s = 0.0
-        """For how long blocks were being loaded, one or many at a time."""
+        """The seconds in which blocks were being loaded, one or many at a time."""
         self._reading_since_s = 0.0
         """While blocks are being loaded: the time up to which `read_s` counts."""
         self._num_refused = 0

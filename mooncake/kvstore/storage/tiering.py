@@ -217,7 +217,7 @@ class Tiering:
 
     @property
     def read_seconds(self) -> dict[str, float]:
-        """For how long blocks were being read from each tier: a counter for the load report."""
+        """The seconds in which blocks were being read from each tier, for the load report."""
         return {f"{tier.rules.tier.value}_read_seconds": tier.read_s for tier in self.lower}
 
     # ------------------------------------------------------------------ checks

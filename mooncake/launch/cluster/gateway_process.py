@@ -94,8 +94,6 @@ class GatewayProcess:
             peers,
             has_clients=has_api,
         )
-        self.weights_told: list[Callable[[Weights], None]] = []
-        """Each is called in the loop's thread when other weights take the place of those before."""
         self.gateway.control.on_weights = self._on_weights
         self.backend = GatewayBackend(
             self.gateway, channel, self._clock, metrics=self._metrics.render
@@ -106,8 +104,6 @@ class GatewayProcess:
         if self.gateway.facts:
             facts = with_weights(read_facts(self.gateway.facts), weights)
             self.gateway.facts = encode_facts(facts)
-        for told in self.weights_told:
-            told(weights)
 
     def worker_lost(self, worker_id: str) -> None:
         """Tell the gateway that a worker's process ended; from any thread."""

@@ -1,5 +1,5 @@
-"""Runs one worker in this process, or has a group that shares its experts run. What
-runs the command starts it again: systemd, a kubelet, `mooncake up` or a person.
+"""Runs one worker in this process, or has a group that shares its experts run. What runs the
+command starts it again: systemd, a kubelet, `mooncake up` or a person.
 
 Owns signals and the order of ending. `joining` makes the worker's settings, or `pool` those of a
 pool node.

@@ -35,9 +35,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from mooncake.base import ConfigError, MooncakeError, Role, SystemIds, Unreachable
-from mooncake.launch.cluster.facts import (
-    without_secret,
-)
+from mooncake.launch.cluster.facts import without_secret
 from mooncake.launch.cluster.followed_load import LoadFollower
 from mooncake.launch.cluster.own_raylet import OBJECT_STORE_BYTES
 from mooncake.launch.cluster.worker_handle import Begin, Told, WorkerHandle, fingerprint, place_of

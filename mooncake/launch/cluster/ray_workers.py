@@ -18,11 +18,7 @@ from mooncake.launch.cluster.followed_load import LoadFollower, first_workers
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.kept_run import KeptRun
 from mooncake.launch.cluster.worker_handle import end_left, place_of
-from mooncake.launch.cluster.workers import (
-    Workers,
-    cluster_workers,
-    own_facts,
-)
+from mooncake.launch.cluster.workers import Workers, cluster_workers, own_facts
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
@@ -74,7 +70,7 @@ class RayWorkers(Workers):
         self._settings: list[WorkerSettings] = []
         """The settings of all workers that there may be."""
         self._follower: LoadFollower | None = None
-        self._here_only = config.ray_address is None
+        self._here_only = config.stays_here
 
     def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
         self._thread = threading.Thread(
@@ -136,7 +132,7 @@ class RayWorkers(Workers):
             config.shutdown_timeout * config.headless,
             waits=config.headless,
             forks=self._forks,
-            own_ray=self._here_only,
+            own_ray=config.ray_address is None,
             cpus_aside=config.follows_load and not self._here_only,
             run="" if kept is None else kept.name,
             orphan_s=config.orphan_timeout,

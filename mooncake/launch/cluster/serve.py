@@ -184,7 +184,7 @@ def _make(
         local = ColocatedWorkers(config, plan)
         return local, GatewayProcess(plan, local.gateway_channel, config.names[0], ids=ids)
     environment.prepare_ray(
-        environment.variables(), here_only=config.ray_address is None,
+        environment.variables(), here_only=config.stays_here,
         bare_lines=config.log_format == "json",
     )  # fmt: skip
     with importing():

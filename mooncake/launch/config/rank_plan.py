@@ -169,9 +169,8 @@ def _rank_memory(
         only_experts=only_experts,
     )
     num_kv_layers, draft_bytes = len(layers), 0
-    if (
-        stage == shape.pp - 1 and not only_experts
-    ):  # an MTP layer has KV behind that of the model's layers
+    if stage == shape.pp - 1 and not only_experts:
+        # An MTP layer has KV behind that of the model's layers.
         num_kv_layers, draft_bytes = needs.layout.num_layers - layers.start, needs.draft_bytes
     return RankMemory(
         layers=layers,

@@ -46,6 +46,7 @@ from mooncake.launch.config.options import (
     truth,
     web_url,
 )
+from mooncake.launch.host.environment import is_loopback
 from mooncake.model.options import (
     ATTENTION_BACKENDS,
     DEEPEP,
@@ -480,6 +481,13 @@ class ServeConfig:
     def names(self) -> tuple[str, ...]:
         """Names that the model answers to; the first one is reported."""
         return self.served_model_name or (Path(self.model).resolve().name,)
+
+    @property
+    def stays_here(self) -> bool:
+        """True if all workers that this process starts run on its own machine: on a Ray of its own,
+        or because others could not reach them elsewhere.
+        """
+        return self.ray_address is None or is_loopback(self.bind_host)
 
     @property
     def seeds(self) -> tuple[str, ...]:

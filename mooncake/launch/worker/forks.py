@@ -35,7 +35,7 @@ def forks_workers(config: ServeConfig) -> bool:
     """
     if config.colocated or config.role is not None or machine_facts.num_gpus():
         return False
-    return config.ray_address is None and (config.prefill + config.decode) > 0
+    return config.stays_here and (config.prefill + config.decode) > 0
 
 
 def starts_ray(config: ServeConfig) -> bool:
@@ -47,7 +47,7 @@ def worker_forks(config: ServeConfig) -> ForkServer:
     """Start the fork server of this process' workers, and of Ray's helpers if it starts Ray."""
     given = environment.variables()  # without secrets: forks get the variables of their clients
     environ = {name: value for name, value in given.items() if not name.startswith("MOONCAKE_")}
-    environ = environment.with_ray(environ, here_only=config.ray_address is None)
+    environ = environment.with_ray(environ, here_only=config.stays_here)
     environ = {**ONE_THREAD, **environ, **environment.COMPUTE}
     path = private_dir() / f"forks-{os.getpid()}"
     if starts_ray(config):

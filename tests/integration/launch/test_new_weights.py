@@ -14,8 +14,11 @@ import msgspec
 import pytest
 
 from mooncake.base import FinalEvent, FinishReason, GenerateRequest, InvalidRequest, KvLayout
-from mooncake.base.cluster_mode import ClusterMode, Weights
+from mooncake.base.cluster_mode import ClusterMode
+from mooncake.launch.cluster.facts import ClusterFacts, encode_facts, read_facts
 from mooncake.launch.worker.held_model import HeldModel
+from mooncake.launch.worker.settings import WorkerSettings
+from mooncake.scheduler.config import SchedulerConfig
 from tests.support.engine.fake_runner import expected_output
 from tests.support.model.checkpoints import write_config_only
 from tests.support.serve.local_world import LocalWorld, read_hashes, request
@@ -35,6 +38,10 @@ def new(tmp_path: Path) -> str:
     config = directory / "config.json"
     config.write_text(config.read_text() + "\n")
     return str(directory)
+
+
+def decode_0(world: World) -> list[WorkerSettings]:
+    return [each for each in world.workers if each.worker_id == "decode-0"]
 
 
 class World(LocalWorld):
@@ -109,14 +116,17 @@ def test_new_weights_compute_every_token_and_find_no_block_of_the_old(model: str
         async with World(model, prefill=1, decode=1) as world:
             layout = world.layout_of(new)
             assert layout.fingerprint != world.layout.fingerprint
-            told: list[Weights] = []
-            world.gateway_process.weights_told.append(told.append)
+            gateway, [worker] = world.gateway_process.gateway, decode_0(world)
+            facts = ClusterFacts(
+                gateway_address="", worker=worker, scheduler=SchedulerConfig(), names=["small"]
+            )
+            gateway.facts = encode_facts(facts)
             await world.check(world.layout)
             assert await world.check(world.layout) > 0
             await world.control.order(lambda to, done: to.pause(done, aborts=False))
             await world.update_weights(new)
             assert world.mode.weights.fingerprint == layout.fingerprint
-            assert told == [world.mode.weights]
+            assert read_facts(gateway.facts).worker.mode.weights == world.mode.weights
             await world.control.order(lambda to, done: to.resume(done))
             assert await world.check(layout) == 0
             assert await world.check(layout) > 0
@@ -210,7 +220,7 @@ def test_a_worker_that_starts_with_the_old_weights_loads_the_new_ones(model: str
             await world.control.order(lambda to, done: to.pause(done, aborts=False))
             await world.update_weights(new)
             await world.control.order(lambda to, done: to.resume(done))
-            [settings] = [each for each in world.workers if each.worker_id == "decode-0"]
+            [settings] = decode_0(world)
             late = msgspec.structs.replace(settings, worker_id="decode-1")
             await asyncio.to_thread(world.cluster.start, [late])
             await world.until(lambda: world.states().get("decode-1") == "up")

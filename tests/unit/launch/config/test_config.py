@@ -268,3 +268,10 @@ def test_only_an_engine_that_joins_reads_the_weights_of_others() -> None:
     for given in ({"model": "m"}, {"role": "kvstore", "join": "h:1", "cluster_secret": "s"}):
         with pytest.raises(ConfigError, match="weights-from: only an engine that joins"):
             resolve({**given, "weights_from": "engines"}, None, {})
+
+
+def test_workers_leave_the_machine_only_for_a_ray_whose_machines_can_reach_them() -> None:
+    given = {"model": "m", "ray_address": "10.0.0.7:6379"}
+    assert resolve({"model": "m", "bind_host": "10.0.0.7"}, None, {}).stays_here
+    assert resolve(given, None, {}).stays_here
+    assert not resolve({**given, "bind_host": "0.0.0.0"}, None, {}).stays_here
