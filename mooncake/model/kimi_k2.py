@@ -327,8 +327,12 @@ class KimiK2:
 
     def serve(self) -> None:
         """Take part in a step of other ranks in which this rank has no rows."""
-        assert self.exchange is not None, "this rank shares no experts"
         self.between_steps()
+        self.serve_pass()
+
+    def serve_pass(self) -> None:
+        """Take part in a forward pass of other ranks in which this rank has no rows."""
+        assert self.exchange is not None, "this rank shares no experts"
         self.exchange.agree(0, 0)
         self.serve_agreed()
 

@@ -16,7 +16,14 @@ from mooncake.engine.expert_placement import EplbConfig, first_placement
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.quant import QuantizedWeight
 from mooncake.model.checkpoint.quant_format import FP8_BLOCK
-from mooncake.model.checkpoint.tensor_cuts import ROUTED, Part, cut_of, is_held, slabs_of
+from mooncake.model.checkpoint.tensor_cuts import (
+    ROUTED,
+    Part,
+    cut_of,
+    is_held,
+    is_of_mtp,
+    slabs_of,
+)
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.copies import Copies
 from mooncake.model.kimi_k2 import KimiK2, Layer, MtpLayer, Output
@@ -108,6 +115,26 @@ def load_model(
 
 
 @dataclass(frozen=True)
+class _Routed:
+    """How ranks hold the routed experts of a layer.
+
+    sharing: the ranks that each have some of them whole; None: each rank has columns of all.
+    num_slots: for so many experts they have room together. held: those in this rank's slots.
+    """
+
+    sharing: ExpertRanks | None
+    num_slots: int
+    held: Sequence[int]
+
+    @classmethod
+    def of(cls, sharing: ExpertRanks | None, num_experts: int, num_slots: int) -> _Routed:
+        if sharing is None:
+            return cls(None, num_experts, range(num_experts))
+        placement = first_placement(num_experts, num_slots)
+        return cls(sharing, num_slots, slots_of(placement, sharing.place, sharing.num_holders))
+
+
+@dataclass(frozen=True)
 class _Place:
     """The device, dtype and ranks for which a model is made."""
 
@@ -149,21 +176,19 @@ class _Loader:
         self._sharing = to.sharing
         self._eplb = to.eplb
         num_experts = source.spec.n_routed_experts
-        self._num_slots = num_experts + (0 if to.eplb is None else to.eplb.num_redundant_experts)
-        self._held: Sequence[int] = range(num_experts)
-        """The routed experts of each layer in this rank's slots."""
-        self._has_rest = True
-        if to.sharing is not None:
-            placement = first_placement(num_experts, self._num_slots)
-            self._held = slots_of(placement, to.sharing.place, to.sharing.num_holders)
-            self._has_rest = to.sharing.has_rest
-        self._with_mtp = to.with_mtp
-        self._shapes = tensor_shapes(source.spec, with_mtp=to.with_mtp)
+        num_slots = num_experts + (0 if to.eplb is None else to.eplb.num_redundant_experts)
+        self._has_rest = to.sharing is None or to.sharing.has_rest
+        self._routed = _Routed.of(to.sharing, num_experts, num_slots)
+        # Instances draft at different times, so each has all experts of its MTP layer.
+        alone = None if to.sharing is None else ExpertRanks.of_instances(to.stage.ranks, 1)
+        self._routed_of_mtp = _Routed.of(alone, num_experts, num_experts)
+        self._with_mtp = to.with_mtp and self._has_rest
+        self._shapes = tensor_shapes(source.spec, with_mtp=self._with_mtp)
         self._is_held = partial(is_held, source.spec, layers=to.stage.layers, drafts=to.drafts)
         held = [name for name in self._shapes if self._is_held(name)]
-        routed = sum(ROUTED in name for name in held)
-        own = routed * len(self._held) // max(1, num_experts)
-        self._num_held = own + (len(held) - routed) * self._has_rest
+        routed = [name for name in held if ROUTED in name]
+        own = sum(len(self._routed_in(name).held) for name in routed) // max(1, num_experts)
+        self._num_held = own + (len(held) - len(routed)) * self._has_rest
         self._done = 0
         self._told = False  # by what experts are computed: all layers are alike
 
@@ -403,14 +428,18 @@ class _Loader:
         product = self._slabbed(down, columns) if fixed else self._linear(down)
         return GatedMlp(self._gate_up(prefix), product, self._backends.op("gated"))
 
+    def _routed_in(self, name: str) -> _Routed:
+        """Return how the routed experts of a layer are held, by the name of a tensor in it."""
+        return self._routed_of_mtp if is_of_mtp(self._spec, name) else self._routed
+
     def _moe(self, prefix: str) -> Moe:
-        spec = self._spec
+        spec, routed = self._spec, self._routed_in(prefix)
         router = torch.empty(0, spec.hidden_size, device=self._device)
         bias, shared = router.new_empty(0), None
         if self._has_rest:
             router = self._router(prefix + "gate.weight")
             bias = self._read(prefix + "gate.e_score_correction_bias", torch.float32)
-        op, experts = self._routed(prefix)
+        op, experts = self._routed_experts(prefix, routed.held)
         if self._has_rest and spec.n_shared_experts:
             shared = self._shared(prefix + "shared_experts.")
         weights = MoeWeights(router, bias, op, experts, shared)
@@ -418,8 +447,8 @@ class _Loader:
         if self._backends.adds_slabs:
             slabs = self._slabs_of(columns) if self._sharing is None else slabs_of(columns)
         made = Moe(
-            spec, weights, self._backends, self._group, self._host, slabs, self._sharing,
-            self._num_slots,
+            spec, weights, self._backends, self._group, self._host, slabs, routed.sharing,
+            routed.num_slots,
         )  # fmt: skip
         if not self._told:
             self._told = True
@@ -427,17 +456,21 @@ class _Loader:
             _log.info("%s%s are computed by %s", op, where, made.experts_by)
         return made
 
-    def _routed(self, prefix: str) -> tuple[str, tuple[torch.Tensor, ...]]:
-        """Return the op that computes the experts in this rank's slots, and their tensors."""
-        if not self._held:
+    def _routed_experts(
+        self, prefix: str, held: Sequence[int]
+    ) -> tuple[str, tuple[torch.Tensor, ...]]:
+        """Return the op that computes the experts `held` in this rank's slots, and their
+        tensors.
+        """
+        if not held:
             return "experts", ()
-        stored = self._stored(f"{prefix}experts.{self._held[0]}.gate_proj.weight")
+        stored = self._stored(f"{prefix}experts.{held[0]}.gate_proj.weight")
         if stored is None:
-            return "experts", self._plain_experts(prefix)
-        return f"experts_{stored.kind}", self._stored_experts(prefix, stored.kind)
+            return "experts", self._plain_experts(prefix, held)
+        return f"experts_{stored.kind}", self._stored_experts(prefix, held, stored.kind)
 
-    def _plain_experts(self, prefix: str) -> tuple[torch.Tensor, ...]:
-        count, hidden = len(self._held), self._spec.hidden_size
+    def _plain_experts(self, prefix: str, held: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        count, hidden = len(held), self._spec.hidden_size
         inner = self._spec.moe_intermediate_size
         if self._sharing is None:
             inner //= self._group.size
@@ -447,7 +480,7 @@ class _Loader:
         )
         places = [
             (f"{prefix}experts.{expert}.{part}_proj.weight", place)
-            for slot, expert in enumerate(self._held)
+            for slot, expert in enumerate(held)
             for part, place in (
                 ("gate", gate_up[slot, :inner]),
                 ("up", gate_up[slot, inner:]),
@@ -457,16 +490,18 @@ class _Loader:
         self._placer.do(partial(self._read_into, name, out) for name, out in places)
         return gate_up, down
 
-    def _stored_experts(self, prefix: str, kind: str) -> tuple[torch.Tensor, ...]:
+    def _stored_experts(
+        self, prefix: str, held: Sequence[int], kind: str
+    ) -> tuple[torch.Tensor, ...]:
         """Return (gate_up, its factors, down, its factors) of all experts as they are stored.
 
         Raises:
             CheckpointError: one of them is stored in another way than the first.
         """
-        count = len(self._held)
+        count = len(held)
         made: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for part, lead in (("gate", (count, 2)), ("down", (count,))):
-            like = self._stored_expert(f"{prefix}experts.{self._held[0]}.{part}_proj.weight", kind)
+            like = self._stored_expert(f"{prefix}experts.{held[0]}.{part}_proj.weight", kind)
             factors = torch.float32 if kind == "fp8" else self._dtype
             made[part] = (
                 self._empty(lead, like.values, like.values.dtype),
@@ -478,7 +513,7 @@ class _Loader:
                 made["down"][0][slot] if part == "down" else made["gate"][0][slot, number],
                 made["down"][1][slot] if part == "down" else made["gate"][1][slot, number],
             )
-            for slot, expert in enumerate(self._held)
+            for slot, expert in enumerate(held)
             for number, part in enumerate(("gate", "up", "down"))
         ]
         self._placer.do(

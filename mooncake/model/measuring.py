@@ -45,7 +45,8 @@ def measure_memory(
 
     The steps use temporary pages, which count as free. All sequences share the pages of one
     context, and all layers share one layer. There are logits for as many rows as there may be
-    sequences. `sample` handles them as the sampling rank does.
+    sequences. `sample` handles them as the sampling rank does. A rank that holds only routed
+    experts computes these for the others.
 
     Raises:
         GroupError: another rank was lost.
@@ -57,6 +58,9 @@ def measure_memory(
         rule = model.prefers_absorbed
 
         def run(slots: Sequence[StepSlot]) -> None:
+            if not model.has_rest:
+                model.serve_pass()
+                return
             whole = frozenset([0]) if len(slots) == 1 else frozenset[int]()
             inputs = build_inputs(slots, whole, kv.page_shape, rule, home=home)
             hidden = model.forward(inputs.to(model.device), kv)

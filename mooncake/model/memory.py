@@ -21,7 +21,7 @@ from mooncake.model.checkpoint.quant_format import (
     fp8_scale_shape,
     is_quantized,
 )
-from mooncake.model.checkpoint.tensor_cuts import ROUTED, cut_of, is_held, part_shape
+from mooncake.model.checkpoint.tensor_cuts import ROUTED, cut_of, is_held, is_of_mtp, part_shape
 from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.options import ModelOptions
 
@@ -229,7 +229,8 @@ def _parts(
         name: part_shape(whole, cut_of(spec, name, shape.tp, whole_experts=shape.ep > 1), shape.tp)
         for name, whole in tensor_shapes(spec, one_expert=True, with_mtp=with_mtp).items()
         if layers is None or is_held(spec, name, layers, drafts=drafts)
-        if not shape.experts or (ROUTED in name) == only_experts
+        if not shape.experts or (ROUTED in name and not is_of_mtp(spec, name)) == only_experts
+        if not (only_experts and is_of_mtp(spec, name))
     }
 
 
@@ -237,7 +238,11 @@ def _num_alike(spec: ModelSpec, shape: Shape, redundant: int, name: str) -> int:
     """Return how many tensors of a rank one tensor of `tensor_shapes` stands for. `redundant`: the
     number of second copies of experts on all ranks.
     """
-    return (spec.n_routed_experts + redundant) // shape.ep if ROUTED in name else 1
+    if ROUTED not in name:
+        return 1
+    if is_of_mtp(spec, name):
+        return spec.n_routed_experts // (shape.tp if shape.ep > 1 else 1)
+    return (spec.n_routed_experts + redundant) // shape.ep
 
 
 def _held_bytes(

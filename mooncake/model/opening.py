@@ -248,7 +248,7 @@ class ModelSource:
             return measure_memory(model, meter, asked, group, sampler.try_out)
 
         ranks = measure() if self.lead is None else self.lead.measure(asked, measure)
-        if not self._options.measure_pages:
+        if not self._options.measure_pages or not model.has_rest:
             return config.num_blocks
         tp, drafted = self._options.shape.tp, self._draft_bytes(config)
         ranks = [*(rank.beside(drafted) for rank in ranks[:tp]), *ranks[tp:]]
@@ -367,12 +367,13 @@ class ModelSource:
         """Return what steps are captured: none where the device or the backends do not allow any,
         or the host computes experts. None with prompts where `reads` names states that drafts are
         made from, or ranks share contexts out and gather those of prompts, are stages, or share
-        experts with ranks of other instances, which have prompts of other sizes.
+        experts with ranks of other instances, which have prompts of other sizes. None at all yet
+        where other workers hold the experts.
         """
         model, shape = self._model, self._options.shape
         assert model is not None
         kernels = (self._device.backends.attention, self._device.backends.moe)
-        can = self._device.is_gpu and kernels == (TRITON, TRITON)
+        can = self._device.is_gpu and kernels == (TRITON, TRITON) and not shape.experts
         can = can and self._device.expert_backends is None and model.spec.rope_interleave
         if not (can and self._options.graphs):
             return CapturedSizes()

@@ -145,8 +145,10 @@ def opened(
         if measures:
             most = source.num_pages(layout, config)
             config = dataclasses.replace(config, num_blocks=min(most, config.num_blocks))
-        pages: memoryview | PageMemory
-        if source.owns_pages:
+        pages: memoryview | PageMemory | None
+        if peers is not None and options.shape.experts and peers.number >= options.shape.dp:
+            pages = None  # it holds experts and nothing else
+        elif source.owns_pages:
             pages = source.device_pages(layout, config.num_blocks)
         else:
             pages = memoryview(bytearray(config.num_blocks * layout.block_bytes))

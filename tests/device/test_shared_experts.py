@@ -17,11 +17,12 @@ import torch
 
 from mooncake.base import SamplingParams, Shape, SystemIds
 from mooncake.base.rights import CredentialRole
-from mooncake.engine.config import EAGLE3, SpeculativeConfig
+from mooncake.engine.config import EAGLE3, MTP, SpeculativeConfig
 from mooncake.engine.expert_placement import EplbConfig
 from mooncake.engine.speculation import ACCEPTED_TOKENS
 from mooncake.identity import own_credential
 from mooncake.launch.worker import expert_peers
+from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.expert_balancing import MOVES
 from mooncake.model.options import ExpertGroup, ModelOptions
 from tests.device.processes import Processes
@@ -56,8 +57,8 @@ def engine_of_two(
     """
     torch.set_num_threads(1)
     shape = Shape.parse(words)
-    workers = tuple(f"decode-{each}" for each in range(shape.dp))
-    group = ExpertGroup(name=name, number=number, size=shape.dp, workers=workers)
+    workers = tuple(f"decode-{each}" for each in range(shape.num_sharers))
+    group = ExpertGroup(name=name, number=number, size=len(workers), workers=workers)
     with (
         mock.patch.object(expert_peers, "EXCHANGE_S", RANK_S),
         every_other_step(),
@@ -129,23 +130,54 @@ def test_engines_that_share_experts_have_the_tokens_and_logprobs_of_one_on_the_c
     assert [each.exitcode for each in engines.each] == [0, 0]
 
 
-def test_a_head_drafts_in_captured_steps_that_engines_agree_on(
-    nano: Path, wanted: tuple[dict[int, list[int]], dict[int, list[float]]], tmp_path: Path
+def test_engines_whose_experts_are_on_another_have_the_tokens_and_logprobs_of_one_on_the_cpu(
+    nano: Path, wanted: tuple[dict[int, list[int]], dict[int, list[float]]]
 ) -> None:
-    """Steps of one engine have drafts while those of the other have none, or others."""
-    tokens, name = wanted[0], group_name()
-    machine = {"num_devices": 1, "order": RANDOM, "seed": 5}
+    """Steps are eager. The last process holds experts and no pages."""
+    name, machine = group_name(), {"num_devices": 1, "order": RANDOM, "seed": 5}
+    parts: list[Joins] = [*PARTS, {}]
+    engines = Processes(
+        engine_of_two,
+        [
+            (number, name, nano, "tp1-dp2-experts1", CAPTURED, machine, {}, part)
+            for number, part in enumerate(parts)
+        ],
+    )
+    first, second, experts = engines.found()
+    assert not any(isinstance(each, str) for each in (first, second, experts)), (first, second)
+    tokens, logprobs = wanted
+    assert [*first[0].values(), *second[0].values()] == [tokens[each] for each in (0, 2, 1)]
+    assert first[1][0] == pytest.approx(logprobs[0], abs=1e-4)
+    assert experts[0] == {}
+    engines.go_on(0, 1)
+    engines.go_on(2)
+    engines.join()
+    assert [each.exitcode for each in engines.each] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("method", [EAGLE3, MTP])
+def test_drafts_of_a_layer_are_in_captured_steps_that_engines_agree_on(
+    tmp_path: Path, method: str
+) -> None:
+    """Steps of one engine have drafts while those of the other have none, or others. The experts of
+    an MTP layer are in each engine.
+    """
+    with_mtp = {"num_nextn_predict_layers": int(method == MTP)}
+    model = init_checkpoint("k2-nano", 0, tmp_path / "nano", "float32", overrides=with_mtp)
+    with served(model, "cpu") as engine:
+        tokens = engine.run(JOINS)
+    name, machine = group_name(), {"num_devices": 1, "order": RANDOM, "seed": 5}
     prompts = [each for step in JOINS.values() for each, _ in step]
     texts = [[*each, *tokens[number]] for number, each in enumerate(prompts)]
-    head = knowing_head(nano, tmp_path / "head", texts)
-    drafts = SpeculativeConfig(method=EAGLE3, num_speculative_tokens=2, model=str(head))
+    head = "" if method == MTP else str(knowing_head(model, tmp_path / "head", texts))
+    drafts = SpeculativeConfig(method=method, num_speculative_tokens=2, model=head)
     engines = Processes(
         engine_of_two,
         [
             (
                 number,
                 name,
-                nano,
+                model,
                 "tp1-dp2-ep2",
                 CAPTURED,
                 machine,

@@ -23,7 +23,7 @@ from mooncake.launch.cluster.facts import ClusterFacts, NotUp, when_up
 from mooncake.launch.cluster.log_file import DEFAULT_LEVEL
 from mooncake.launch.cluster.report import Show, WorkerRow
 from mooncake.launch.config.options import values_of
-from mooncake.launch.config.plan import ServePlan, check_memory, check_no_sharing, make_plan
+from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.health import HealthSettings
@@ -341,9 +341,7 @@ def _check_mtp(cluster: ModelOptions, own: ModelOptions) -> None:
     """Raise ConfigError if engines with these options cannot join. Blocks of all engines have the
     KV of an MTP layer, or those of none.
     """
-    if cluster.with_mtp:
-        check_no_sharing([own.shape])
-    elif own.with_mtp:
+    if own.with_mtp and not cluster.with_mtp:
         raise ConfigError(
             "speculative-config: mtp: blocks of the cluster that is joined have no KV of an MTP "
             "layer; leave it out, or start the cluster with it"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -300,7 +300,7 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         with_mtp=_has_mtp(config),
     )
     shapes, gpu_node = _shapes(config, model), _gpu_node(config)
-    draft_bytes = _draft_bytes(config, model, shapes)
+    draft_bytes = _draft_bytes(config, model)
     num_prefills, num_decodes, num_kvstores = _counts(config, shapes)
     num_ranks = num_prefills * shapes[Role.PREFILL].num_ranks
     of_decode = shapes[Role.DECODE]
@@ -456,15 +456,18 @@ def _has_mtp(config: ServeConfig) -> bool:
     return config.speculative_config is not None and config.speculative_config.method == MTP
 
 
-def _draft_bytes(config: ServeConfig, model: ModelPlan, shapes: Mapping[Role, Shape]) -> int:
+def _draft_bytes(config: ServeConfig, model: ModelPlan) -> int:
     """Return the memory of an engine's head that makes drafts, including its KV.
 
     Raises:
         CheckpointError: the head does not fit this model.
         ConfigError: drafts cannot be made with these settings.
     """
-    if _has_mtp(config):
-        _check_mtp(model, shapes)
+    if _has_mtp(config) and not model.spec.num_nextn_predict_layers:
+        raise ConfigError(
+            f"speculative-config: {model.path} has no MTP layer (num_nextn_predict_layers is 0); "
+            "the method ngram needs none"
+        )
     if (head := _draft_model(config)) is None:
         return 0
     files = Eagle3Files.open(Path(head), model.spec)
@@ -478,26 +481,6 @@ def _draft_model(config: ServeConfig) -> str | None:
     if speculation is None or speculation.method != EAGLE3:
         return None
     return str(Path(speculation.model).resolve())
-
-
-def _check_mtp(model: ModelPlan, shapes: Mapping[Role, Shape]) -> None:
-    """Raise ConfigError if an MTP layer cannot make drafts."""
-    if not model.spec.num_nextn_predict_layers:
-        raise ConfigError(
-            f"speculative-config: {model.path} has no MTP layer (num_nextn_predict_layers is 0); "
-            "the method ngram needs none"
-        )
-    check_no_sharing(shapes.values())
-
-
-def check_no_sharing(shapes: Iterable[Shape]) -> None:
-    """Raise ConfigError if engines of these shapes share experts: they cannot have an MTP layer."""
-    shared = [str(shape) for shape in shapes if shape.num_sharers > 1]
-    if shared:
-        raise ConfigError(
-            "speculative-config (of the whole cluster): mtp is not for engines that share experts "
-            f"({shared[0]}), since its layer has some, too; eagle3 and ngram are"
-        )
 
 
 def _gpu_node(config: ServeConfig) -> GpuNode | None:
@@ -651,8 +634,6 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
             f"{flag}: engines on GPUs do not share experts in DRAM yet (expert-device=cpu); leave "
             "one of them out"
         )
-    if shape.experts and device == "cuda":
-        raise ConfigError(f"{flag}: it is not served on GPUs yet; use --device cpu, or {DP_FLAG}")
     if shares and config.colocated:
         raise ConfigError(
             f"{flag}: one process (--colocated) has one worker, which has nobody to share experts "

@@ -234,6 +234,7 @@ def _expert_worker(
     model: ModelSource,
 ) -> Worker:
     config = dataclasses.replace(settings.engine, speculation=None)
+    model.num_pages(settings.layout, config)  # it computes in the steps that others measure
     runner = model.runner(settings.layout, config, None, settings.options.num_threads)
     machine = ExpertWorker(
         hello, channel, settings.gateway_address, seeds, settings.instance.report_interval_s,

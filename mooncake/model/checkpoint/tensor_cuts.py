@@ -92,11 +92,20 @@ def is_held(spec: ModelSpec, name: str, layers: range, *, drafts: bool = False) 
     what comes after all layers and, if a layer `drafts` there, the embedding, too.
     """
     if name.startswith("model.layers."):
-        return min(int(name.split(".", 3)[2]), spec.num_hidden_layers - 1) in layers
+        return min(_layer_of(name), spec.num_hidden_layers - 1) in layers
     is_first, is_last = 0 in layers, spec.num_hidden_layers - 1 in layers
     if "embed_tokens" in name:
         return is_first or (is_last and (drafts or spec.tie_word_embeddings))
     return is_last
+
+
+def is_of_mtp(spec: ModelSpec, name: str) -> bool:
+    """Whether a tensor is in an MTP layer. Of its experts each instance has all."""
+    return name.startswith("model.layers.") and _layer_of(name) >= spec.num_hidden_layers
+
+
+def _layer_of(name: str) -> int:
+    return int(name.split(".", 3)[2])
 
 
 def part_shape(shape: tuple[int, ...], cut: Cut | None, num_ranks: int) -> tuple[int, ...]:

@@ -220,7 +220,7 @@ def test_ranks_that_stand_still_are_found_out(
         ("tp2-dcp2", "tp2", MTP),
         ("tp1-pp2", "tp2-dcp2", NGRAM),
         ("tp1-dp2-ep2", "tp1", ()),
-        ("tp2-ep2", "tp2-dp2-ep4", ()),
+        ("tp2-ep2", "tp2-dp2-ep4", MTP),
     ],
 )
 def test_prefill_and_decode_of_different_shape(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from mooncake_kernels.native import build
 
-from mooncake.base import Shape
+from mooncake.base import ModelSpec, Shape
 from mooncake.engine.expert_placement import EplbConfig
 from mooncake.engine.plan import StepSlot
 from mooncake.model.backends import Backends, settle
@@ -35,6 +35,7 @@ from tests.support.model.tiny_models import (
     forward,
     kv_for,
     ours,
+    random_source,
     random_tokens,
     slot,
     source_of,
@@ -58,6 +59,7 @@ class ThreadInstances:
         dtype: torch.dtype = torch.float32,
         backends: Backends | None = None,
         experts: int = 0,
+        with_mtp: bool = False,
     ) -> None:
         shape = Shape(tp=tp, dp=dp, ep=experts or tp * dp, experts=experts)
         self.tp, size = tp, shape.num_sharers
@@ -72,6 +74,7 @@ class ThreadInstances:
                     sharing=ExpertRanks.of_instances(
                         self.all[rank * size + instance], size, None, self._without
                     ),
+                    with_mtp=with_mtp,
                 )
                 for rank in range(tp)
             ]
@@ -175,8 +178,42 @@ def test_no_instance_holds_what_another_kind_holds() -> None:
         together.models[0][0].expert_slots[0].weights(0)
 
 
-def test_a_loader_says_how_many_tensors_it_reads() -> None:
-    source = source_of(truth("plain", vocab_size=212))
+@pytest.mark.parametrize(("dp", "tp", "experts"), [(2, 1, 0), (2, 2, 0), (2, 1, 2)])
+def test_each_instance_has_all_experts_of_its_mtp_layer(dp: int, tp: int, experts: int) -> None:
+    """As the plan of memory has it. Other layers have second copies of some experts."""
+    source, eplb = with_mtp(), EplbConfig(num_redundant_experts=4)
+    together = ThreadInstances(source, dp, tp, eplb, experts=experts, with_mtp=True)
+    shape = Shape(tp=tp, dp=dp, ep=experts or tp * dp, experts=experts)
+    for number, models in enumerate(together.models):
+        holds_rest = number < dp
+        planned = weights_bytes(
+            source.spec, "float32", shape=shape, redundant=4, with_mtp=True,
+            only_experts=not holds_rest,
+        )  # fmt: skip
+        for model in models:
+            slots = [*model.expert_slots]
+            if model.mtp is not None and (moe := model.mtp.layer.moe) is not None:
+                assert moe.slots is not None
+                slots.append(moe.slots)
+                assert len(moe.slots.placement) == source.spec.n_routed_experts
+            tables = sum(
+                part.numel() * part.element_size()
+                for each in slots
+                for part in (each.counts, each._one, each._slots, each._num_slots)
+            )
+            assert 0 <= held_bytes(model) - tables - planned < 4096, number
+            assert (model.mtp is not None) == holds_rest
+
+
+def with_mtp() -> DictSource:
+    """Return random weights of a model with an MTP layer."""
+    spec = ModelSpec.from_config(truth("plain", vocab_size=212).config.to_dict())
+    return random_source(spec, with_mtp=True)
+
+
+@pytest.mark.parametrize("with_layer", [False, True])
+def test_a_loader_says_how_many_tensors_it_reads(with_layer: bool) -> None:
+    source = with_mtp() if with_layer else source_of(truth("plain", vocab_size=212))
 
     def tell(to: list[tuple[int, int]], done: int, whole: int) -> None:
         to.append((done, whole))
@@ -189,7 +226,7 @@ def test_a_loader_says_how_many_tensors_it_reads() -> None:
             load_model(
                 source, dtype=torch.float32, device=CPU, sharing=sharing,
                 shape=Shape(dp=size - experts, ep=experts or size, experts=experts),
-                progress=partial(tell, told.setdefault(number, [])),
+                progress=partial(tell, told.setdefault(number, [])), with_mtp=with_layer,
             )  # fmt: skip
             assert told[number][-1] == (len(told[number]),) * 2
         if experts:

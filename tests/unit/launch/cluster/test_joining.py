@@ -37,20 +37,20 @@ def facts(tmp_path: Path) -> ClusterFacts:
     )  # fmt: skip
 
 
-def joining(facts: ClusterFacts, role: str, **given: Any) -> WorkerSettings:
+def all_joining(facts: ClusterFacts, role: str, **given: Any) -> list[WorkerSettings]:
     joins = {"role": role, "join": "10.0.0.6:6400", "cluster_secret": "hush", "device": "cpu"}
-    config = resolve({**joins, **given}, None, {})
-    [worker] = joining_workers(config, facts, "hush")
+    return joining_workers(resolve({**joins, **given}, None, {}), facts, "hush")
+
+
+def joining(facts: ClusterFacts, role: str, **given: Any) -> WorkerSettings:
+    [worker] = all_joining(facts, role, **given)
     return worker
 
 
 def test_workers_that_share_their_experts_join_together(facts: ClusterFacts) -> None:
     """The cluster's own engines share none."""
-    given = {
-        "role": "decode", "join": "10.0.0.6:6400", "cluster_secret": "hush", "device": "cpu",
-        "data_parallel_size": 4, "enable_expert_parallel": True,
-    }  # fmt: skip
-    workers = joining_workers(resolve(given, None, {}), facts, "hush")
+    sharing = {"data_parallel_size": 4, "enable_expert_parallel": True}
+    workers = all_joining(facts, "decode", **sharing)
     names = tuple(each.worker_id for each in workers)
     assert len({*names}) == 4
     for number, each in enumerate(workers):
@@ -60,7 +60,7 @@ def test_workers_that_share_their_experts_join_together(facts: ClusterFacts) -> 
         assert group is not None
         assert (group.number, group.size, group.workers) == (number, 4, names)
     groups = {each.expert_group and each.expert_group.name for each in workers}
-    again = joining_workers(resolve(given, None, {}), facts, "hush")[0].expert_group
+    again = all_joining(facts, "decode", **sharing)[0].expert_group
     assert again is not None
     assert len({*groups, again.name}) == 2, "another group meets elsewhere"
 
@@ -93,19 +93,17 @@ def test_those_that_hold_experts_alone_come_after_those_that_use_them(tmp_path: 
     assert own_facts(config, plan, "tcp://127.0.0.1:1").worker.role is Role.DECODE
 
 
-def test_workers_that_share_their_experts_do_not_join_where_an_mtp_layer_drafts(
-    facts: ClusterFacts,
-) -> None:
-    """They would load it, and it has experts, too. Others join and load it."""
+def test_workers_that_join_where_an_mtp_layer_drafts_load_it(facts: ClusterFacts) -> None:
+    """Also those that share their experts."""
     options = msgspec.structs.replace(facts.worker.options, with_mtp=True)
     drafts = msgspec.structs.replace(
         facts, worker=msgspec.structs.replace(facts.worker, options=options)
     )
-    joined = joining(drafts, "decode", tensor_parallel_size=2)
-    assert joined.options.with_mtp
-    assert joined.engine.speculation is None
-    with pytest.raises(ConfigError, match=r"mtp is not for engines that share experts \(tp1-dp4"):
-        joining(drafts, "decode", data_parallel_size=4, enable_expert_parallel=True)
+    sharing = {"data_parallel_size": 4, "enable_expert_parallel": True}
+    for shape in ({"tensor_parallel_size": 2}, sharing):
+        for joined in all_joining(drafts, "decode", **shape):
+            assert joined.options.with_mtp
+            assert joined.engine.speculation is None
 
 
 def test_a_worker_that_joins_has_a_head_of_its_own_or_none(

@@ -334,7 +334,6 @@ def test_experts_apart_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture
          "autoscale: workers that"),
         ({"enable_expert_parallel": True, "role": "decode", "join": "h:1", "cluster_secret": "s"},
          "experts=2: workers that join a running cluster hold their experts themselves"),
-        ({"enable_expert_parallel": True, "device": "cuda"}, "experts=2: it is not served on GPUs"),
     ],
 )  # fmt: skip
 def test_where_experts_are_not_apart(
