@@ -24,7 +24,7 @@ class Ramp:
     def __post_init__(self) -> None:
         if not 0 <= self.start_rps < self.end_rps:
             raise ConfigError(
-                f"ramp-up-end-rps: {self.end_rps:g} must be more than --ramp-up-start-rps "
+                f"ramp-up-end-rps: {self.end_rps:g} must be more than `ramp-up-start-rps` "
                 f"({self.start_rps:g}), which must be at least 0"
             )
         if self.strategy == "exponential" and self.start_rps == 0:
@@ -64,7 +64,7 @@ class Arrivals:
             )
         if self.ramp is not None and self.rate != math.inf:
             raise ConfigError(
-                "ramp-up-strategy: a ramp has its own rates; leave out --request-rate"
+                "ramp-up-strategy: a ramp has its own rates; leave out `request-rate`"
             )
 
     def times_s(self, count: int, seed: int) -> list[float]:

@@ -60,7 +60,7 @@ def read_samples(
         ConfigError: the file does not exist or is not in that format.
     """
     if path is None:
-        raise ConfigError(f"dataset-name {name} needs --dataset-path FILE")
+        raise ConfigError(f"dataset-name: {name} needs `dataset-path` FILE")
     try:
         data = Path(path).read_bytes()
     except OSError as error:

@@ -113,7 +113,7 @@ def body_of(target: Target, sample: Sample) -> bytes:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         elif not messages or not isinstance(messages[0], dict):
-            raise ConfigError("backend openai-chat sends text, which needs --tokenizer DIR")
+            raise ConfigError("backend: openai-chat sends text; add `tokenizer` DIR")
         body = {"messages": messages, "max_completion_tokens": sample.num_output_tokens}
     else:
         body = {"prompt": sample.prompt, "max_tokens": sample.num_output_tokens}

@@ -58,7 +58,7 @@ async def first_model(client: HttpClient, headers: dict[str, str]) -> str:
         problem, kind = str(error), Unreachable
     except (msgspec.MsgspecError, LookupError, TypeError):
         problem = "there is none in its answer"
-    raise kind(f"the server's models are not known ({problem}); name one with --model")
+    raise kind(f"the server's models are not known ({problem}); name one with `model`")
 
 
 async def benchmark(

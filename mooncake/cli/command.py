@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -87,6 +88,22 @@ class Command:
         if self.own_read is not None:
             return self.own_read(given, file, environ)
         return read_settings(self.settings, given, file, environ)
+
+    def spelled(self, message: str) -> str:
+        """Return a message in which the settings in backticks are written as flags: those of this
+        command, and those of `mooncake serve`.
+        """
+        from mooncake.launch.config.settings import ServeConfig
+
+        known = {
+            options.flag(name)
+            for settings in (self.settings, ServeConfig)
+            for name, (option, _) in options.options_of(settings).items()
+            if not option.positional
+        }
+        return re.sub(
+            "`([a-z-]+)`", lambda found: f"--{found[1]}" if found[1] in known else found[0], message
+        )
 
     def add_flags(self, parser: argparse.ArgumentParser, *, is_short: bool = False) -> None:
         """Give `parser` a flag for each setting, or only for the common ones. Values stay as

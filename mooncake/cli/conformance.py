@@ -73,9 +73,10 @@ async def _run(wanted: Conformance, processes: Processes | None) -> int:
     verdicts: list[Verdict] = []
     try:
         async for verdict in suite.run(target, wanted.checks):
-            verdicts.append(verdict)
+            why = COMMANDS[0].spelled(verdict.why)
+            verdicts.append(msgspec.structs.replace(verdict, why=why))
             if not wanted.json:
-                print(_line(verdict), flush=True)
+                print(_line(verdicts[-1]), flush=True)
     finally:
         for endpoint in (main, prefill, other):
             if endpoint is not None:

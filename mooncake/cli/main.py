@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -118,15 +117,18 @@ def _run(argv: Sequence[str]) -> int:
     known = options.options_of(command.settings)
     given = {name: value for name, value in vars(arguments).items() if name in known}
     file = arguments.config if command.takes_file else None
-    settings = command.read(given, file, environment.variables())
-    for name in sorted(given):
-        option, _ = known[name]
-        if option.secret:
-            _warn(
-                f"--{options.flag(name)}: all users of this machine see it in `ps`; better set "
-                f"{option.env}"
-            )
-    return command.run(settings)
+    try:
+        settings = command.read(given, file, environment.variables())
+        for name in sorted(given):
+            option, _ = known[name]
+            if option.secret:
+                _warn(
+                    f"--{options.flag(name)}: all users of this machine see it in `ps`; better set "
+                    f"{option.env}"
+                )
+        return command.run(settings)
+    except MooncakeError as error:
+        return _complain(command.spelled(error.message), exit_code(error))
 
 
 def _warn(message: str) -> None:
@@ -134,18 +136,8 @@ def _warn(message: str) -> None:
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"mooncake: {_spelled(message)}", file=sys.stderr)
+    print(f"mooncake: {message}", file=sys.stderr)
     return code
-
-
-def _spelled(message: str) -> str:
-    """Return a message in which the settings in backticks are written as flags."""
-    from mooncake.launch.config.settings import ServeConfig
-
-    known = {options.flag(name) for name in options.options_of(ServeConfig)}
-    return re.sub(
-        "`([a-z-]+)`", lambda found: f"--{found[1]}" if found[1] in known else found[0], message
-    )
 
 
 def _reader_left() -> int:

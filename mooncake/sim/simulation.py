@@ -135,8 +135,8 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.engine in COUPLED and self.num_prefill:
             raise ConfigError(
-                f"{self.engine}: a coupled engine has no prefill instances; give --decode "
-                "instances only"
+                f"{self.engine}: a coupled engine has no prefill instances; give "
+                "`decode` instances only"
             )
 
 

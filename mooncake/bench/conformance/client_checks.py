@@ -280,7 +280,7 @@ def _message(body: bytes) -> str:
 async def same_answers(target: Target) -> str:
     """Two servers with the same weights and different shapes give the same answers."""
     if target.other is None:
-        raise NotPossible("--other-url has to name a server of the same weights in another shape")
+        raise NotPossible("`other-url` has to name a server of the same weights in another shape")
     lengths = sorted({1, 31, 64, target.prompt_tokens // 2, target.prompt_tokens})
     for length in lengths:
         prompt = target.prompt(length)
@@ -294,7 +294,7 @@ async def short_prompts(target: Target) -> str:
     disaggregated.
     """
     if target.other is None:
-        raise NotPossible("--other-url has to name a server that is not disaggregated")
+        raise NotPossible("`other-url` has to name a server that is not disaggregated")
     ours: list[float] = []
     others: list[float] = []
     for turn in range(SHORT_ROUNDS + 1):
@@ -319,7 +319,7 @@ async def transport(target: Target) -> str:
     workers = (await target.main.status()).get("workers") or []
     urls = [str(worker["health_url"]) for worker in workers if worker.get("health_url")]
     if not urls:
-        raise NotPossible("no worker has a --health-port, where bytes are counted by transport")
+        raise NotPossible("no worker has a `health-port`, where bytes are counted by transport")
     await target.whole(target.prompt(target.prompt_tokens), 1)
     moved: dict[str, float] = {}
     for url in urls:

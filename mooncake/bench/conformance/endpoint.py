@@ -156,7 +156,7 @@ class Endpoint:
             values = [value for each, _, value in figures if each == name]
             if values:
                 return round(sum(values), 6)
-        raise NotPossible("/metrics has no gauge of KV in use; name one with --kv-gauge")
+        raise NotPossible("/metrics has no gauge of KV in use; name one with `kv-gauge`")
 
 
 def _add(answer: Answer, event: dict[str, Any]) -> None:

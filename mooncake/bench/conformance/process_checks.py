@@ -47,7 +47,7 @@ async def _calm(target: Target) -> _Calm:
 
 def _processes(target: Target) -> Processes:
     if target.processes is None:
-        raise NotPossible("this check ends processes of the server: allow it with --processes")
+        raise NotPossible("this check ends processes of the server: allow it with `processes`")
     return target.processes
 
 
@@ -239,7 +239,7 @@ async def rollout(target: Target) -> str:
     roles = [role for role in ("prefill", "decode") if processes.may_end(role)]
     if not roles:
         raise NotPossible(
-            "it ends named processes with SIGTERM: give two of --prefill-pid or --decode-pid, or "
+            "it ends named processes with SIGTERM: give two of `prefill-pid` or `decode-pid`, or "
             "one with the command that starts another"
         )
     num_ended = num_finished = 0

@@ -507,7 +507,7 @@ def _check(model: ModelFigures, hardware: HardwareFigures, shape: Shape) -> None
         stages = msgspec.structs.replace(node, pp=nodes)
         if _kv_tokens(model, hardware, 1, stages) >= model.max_model_len:
             cure += f"{stages} would, or "
-        cure += f"leave --shape out for {nodes} nodes an instance"
+        cure += f"leave `shape` out for {nodes} nodes an instance"
     raise ConfigError(
         f"shape: {shape} on {hardware.name} leaves room for "
         f"{max(0, _kv_tokens(model, hardware, 1, shape)):,} tokens of {model.name}'s KV, less than "

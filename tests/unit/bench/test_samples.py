@@ -149,7 +149,7 @@ def test_files_in_another_format_are_refused_by_name(
 
 
 def test_missing_files_are_named() -> None:
-    with pytest.raises(ConfigError, match="needs --dataset-path"):
+    with pytest.raises(ConfigError, match="needs `dataset-path`"):
         read_samples("custom", None, 1, IDS, seed=0, output_len=None)
     with pytest.raises(ConfigError, match="/not/there"):
         read_samples("custom", "/not/there", 1, IDS, seed=0, output_len=None)

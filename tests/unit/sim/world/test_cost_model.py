@@ -140,7 +140,7 @@ def test_sums_grow_with_what_is_summed_and_one_rank_needs_none() -> None:
         (
             "kimi-k2-instruct",
             "tp8",
-            "no shape of one node does; tp8-pp2.* would, or leave --shape out for 2",
+            "no shape of one node does; tp8-pp2.* would, or leave `shape` out for 2",
         ),
         ("kimi-k2-thinking", "tp8-pp2-dp2-ep16", "several stages share no experts; leave out -pp2"),
         ("llama3-70b", "tp8-dcp2", "8 KV heads of llama3-70b .* so dcp can be at most 1"),
