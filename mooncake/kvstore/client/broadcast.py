@@ -2,7 +2,7 @@
 copied until a given number of nodes hold it; its bytes go from node to node.
 
 Policies above `PoolClient`. A gateway says which nodes exist. While no gateway answers, nothing is
-known about all nodes, and calls of `Broadcast` fail.
+known about all nodes, and calls fail that are for all of them.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ GATEWAY_SHARE = 0.25
 """Share of the time that a gateway has to name the nodes."""
 LOOK_SHARE = 0.5
 """Share of the remaining time in which nodes have to say where the blocks to be pinned are."""
+
+HOLDERS_SHARE = 0.25
+"""Share of the time in which nodes have to say whether they hold a run to copy. A node that does
+not answer is left out.
+"""
 
 Kind = TypeVar("Kind", bound=Answer)
 
@@ -178,6 +183,46 @@ class Broadcast:
         question = AskPool(asker=self._client.ref, ticket=0)
         return await self._ask_all(stores, question, PoolState, deadline_s)
 
+    async def replicate(
+        self,
+        keys: Sequence[BlockKey],
+        stores: Sequence[WorkerRef],
+        num_nodes: int,
+        tenant: str,
+        deadline_s: float,
+    ) -> int:
+        """Copy a run until `num_nodes` of these nodes hold it; return how many do at the end."""
+        now = self._client.now
+        look = FindBlocks(asker=self._client.ref, ticket=0, keys=list(keys))
+        by_s = now + (deadline_s - now) * HOLDERS_SHARE
+        sources: list[WorkerRef] = []
+        others: list[WorkerRef] = []
+        for store, found in await self._ask_all(stores, look, BlocksFound, by_s):
+            if not isinstance(found, MooncakeError):
+                (others if None in found.tiers else sources).append(store)
+        while sources and others and len(sources) < num_nodes and self._client.now < deadline_s:
+            wanted = num_nodes - len(sources)
+            targets, others = others[:wanted], others[wanted:]
+            # Half of the time is for those that are asked should one of these fail.
+            limit_s = deadline_s - ((deadline_s - self._client.now) / 2 if others else 0.0)
+            pulls = [
+                self._client.request(
+                    Attempt(target, limit_s),
+                    Replicate(
+                        source=sources[number % len(sources)],
+                        keys=list(keys),
+                        tenant=tenant,
+                        asker=self._client.ref,
+                    ),
+                    TakenOver,
+                )
+                for number, target in enumerate(targets)
+            ]
+            for target, taken in zip(targets, await together(pulls), strict=True):
+                if not isinstance(taken, MooncakeError) and set(keys) <= set(taken.keys):
+                    sources.append(target)
+        return len(sources)
+
     def _deadline_s(self) -> float:
         return self._client.now + self._timeout_s
 
@@ -249,52 +294,3 @@ def _failure(answers: Sequence[tuple[WorkerRef, object]]) -> MooncakeError | Non
     if not words:
         return None
     return Unavailable(f"not all nodes of the pool could be asked: {'; '.join(words)}")
-
-
-HOLDERS_SHARE = 0.25
-"""Share of the time in which nodes have to say whether they hold the run. A node that does not
-answer is left out.
-"""
-
-
-async def replicate(
-    client: PoolClient,
-    keys: Sequence[BlockKey],
-    stores: Sequence[WorkerRef],
-    num_nodes: int,
-    tenant: str,
-    deadline_s: float,
-) -> int:
-    """Return how many of these nodes hold all of the run `keys` by `deadline_s`."""
-    by_s = client.now + (deadline_s - client.now) * HOLDERS_SHARE
-    look = FindBlocks(asker=client.ref, ticket=0, keys=list(keys))
-    found = await together(
-        [client.request(Attempt(store, by_s), look, BlocksFound) for store in stores]
-    )
-    sources: list[WorkerRef] = []
-    others: list[WorkerRef] = []
-    for store, answer in zip(stores, found, strict=True):
-        if not isinstance(answer, MooncakeError):
-            (others if None in answer.tiers else sources).append(store)
-    while sources and others and len(sources) < num_nodes and client.now < deadline_s:
-        wanted = num_nodes - len(sources)
-        targets, others = others[:wanted], others[wanted:]
-        # Half of the time is for those that are asked should one of these fail.
-        limit_s = deadline_s - ((deadline_s - client.now) / 2 if others else 0.0)
-        pulls = [
-            client.request(
-                Attempt(target, limit_s),
-                Replicate(
-                    source=sources[number % len(sources)],
-                    keys=list(keys),
-                    tenant=tenant,
-                    asker=client.ref,
-                ),
-                TakenOver,
-            )
-            for number, target in enumerate(targets)
-        ]
-        for target, taken in zip(targets, await together(pulls), strict=True):
-            if not isinstance(taken, MooncakeError) and set(keys) <= set(taken.keys):
-                sources.append(target)
-    return len(sources)

@@ -31,7 +31,7 @@ from mooncake.base.pool_messages import (
     ReplicasFound,
 )
 from mooncake.kvstore.client.block_memory import Where
-from mooncake.kvstore.client.broadcast import Broadcast, replicate
+from mooncake.kvstore.client.broadcast import Broadcast
 from mooncake.kvstore.client.calls import Attempt, Call, Policy
 from mooncake.kvstore.client.client import PoolClient
 from mooncake.kvstore.client.nodes import GATEWAY_S, REFRESH_S, KnownNodes, Suspect
@@ -206,9 +206,9 @@ class FailoverClient:
         found = await self._client.ask_gateways(self._find(keys), by_s)
         if not isinstance(found, MooncakeError):
             self._nodes.add(found.stores)
-        return await replicate(
-            self._client, keys, self._nodes.order(), num_nodes, tenant, deadline_s
-        )  # fmt: skip
+        return await self.broadcast.replicate(
+            keys, self._nodes.order(), num_nodes, tenant, deadline_s
+        )
 
     # ------------------------------------------------------------------ the machine
 
