@@ -13,11 +13,7 @@ import msgspec
 from mooncake.base.messages import (
     Drain,
     NextLife,
-    PeerLost,
-    Refused,
     Tier,
-    Welcome,
-    WhoAreYou,
     WorkerHello,
     WorkerLoad,
 )
@@ -82,14 +78,8 @@ class ExpertWorker:
                 )
             case Drain():
                 self._load = msgspec.structs.replace(self._load, draining=True)
-            case Welcome():
-                self._membership.on_welcome(event)
-            case WhoAreYou():
-                self._membership.on_who_are_you(event)
-            case Refused():
-                self._membership.on_refused(event)
-            case PeerLost():
-                self._membership.on_peer_lost(event.worker)
+            case _:
+                self._membership.handle(event)
 
     def tick(self, now: float) -> float:
         """Send reports that are due. Return when to call again."""

@@ -26,15 +26,12 @@ from mooncake.base.messages import (
     PinGranted,
     Prefetch,
     PutGranted,
-    Refused,
     RequestTask,
     Restart,
     StepOutputs,
     Tier,
     Unpin,
     WeightsLent,
-    Welcome,
-    WhoAreYou,
     WorkerHello,
     WorkerLoad,
     WorkerRef,
@@ -160,18 +157,7 @@ class Instance:
             case Hashed():
                 self.checksums.on_done(event, now)
             case OfRank(rank=rank, answer=Moved() as moved):
-                self.mover.on_done(
-                    TransferDone(
-                        batch_id=moved.number,
-                        error=moved.error,
-                        num_bytes=moved.num_bytes,
-                        seconds=moved.seconds,
-                        nics=moved.nics,
-                    ),
-                    now,
-                    rank,
-                    moved.checksums,
-                )
+                self.mover.on_done(moved.done, now, rank, moved.checksums)
             case OfRank(rank=rank, answer=Fenced() as fenced):
                 self.mover.on_fenced(rank, fenced.grant, fenced.fence)
             case OfRank(rank=rank, answer=Hashed() as hashed):
@@ -195,17 +181,13 @@ class Instance:
                 self.next_life = NextLife(mode=event.mode)
             case BorrowWeights():
                 self._on_borrow(event)
-            case Welcome():
-                self.membership.on_welcome(event)
-            case WhoAreYou():
-                self.membership.on_who_are_you(event)
-            case Refused():
-                self.membership.on_refused(event)
             case PeerLost():
-                self.membership.on_peer_lost(event.worker)
+                self.membership.handle(event)
                 self._reader.on_peer_lost(event.worker, now)
                 self._writer.on_peer_lost(event.worker, now)
                 self.page_pins.on_peer_lost(event.worker)
+            case _:
+                self.membership.handle(event)
 
     def _on_borrow(self, question: BorrowWeights) -> None:
         """Have a worker that wants to read the weights answered."""
@@ -346,8 +328,8 @@ class Instance:
         self.count("blocks_fetched", result.num_blocks)
         self.count("fetches_failed", result.num_blocks == 0)
         place = "local" if store == self.kvstore else "remote"
-        self.count(f"fetch_{place}_bytes", result.num_bytes)
-        self.count(f"fetch_{place}_seconds", result.seconds)
+        self.count(f"fetch_{place}_bytes", result.carried.num_bytes)
+        self.count(f"fetch_{place}_seconds", result.carried.seconds)
 
     def load(self) -> WorkerLoad:
         """Return the figures for a load report."""

@@ -29,6 +29,7 @@ from mooncake.base.request import CacheHits, Fact, Flow, RequestOutput, WorkEven
 from mooncake.engine.sequence import Sequence
 from mooncake.instance.push import Destination
 from mooncake.instance.reuse import PrefixReuse
+from mooncake.transfer.engine import Carried
 
 MAX_CHUNKS = 128
 """Chunks of a prompt that are reported one by one; as many as an OpenTelemetry span has events."""
@@ -57,13 +58,8 @@ class JobTrace:
     def gathered(self, reuse: PrefixReuse | None, now: float) -> None:
         """End the gathering of a prefix. Without a fetch there is nothing to show."""
         if reuse is not None and reuse.sources_asked:
-            facts: dict[str, Fact] = {
-                "mooncake.blocks": reuse.num_fetched,
-                "mooncake.bytes": reuse.num_bytes,
-                "mooncake.path": reuse.protocol,
-                "mooncake.nic": ",".join(sorted(reuse.nics)),
-                "mooncake.from": ",".join(reuse.sources_asked),
-            }
+            facts = _facts(reuse.num_fetched, reuse.carried)
+            facts["mooncake.from"] = ",".join(reuse.sources_asked)
             self._add("fetch", self.since_s, now, facts)
         self.since_s = now
 
@@ -89,12 +85,7 @@ class JobTrace:
     def pushed(self, destination: Destination, now: float) -> None:
         """End a push to decode. If decode had all blocks, there is nothing to show."""
         if destination.begun_s is not None:
-            facts: dict[str, Fact] = {
-                "mooncake.blocks": len(destination.wanted),
-                "mooncake.bytes": destination.num_bytes,
-                "mooncake.path": destination.protocol,
-                "mooncake.nic": ",".join(sorted(destination.nics)),
-            }
+            facts = _facts(len(destination.wanted), destination.carried)
             self._add("transfer", destination.begun_s, now, facts)
 
     def decoded(self, sequence: Sequence, num_tokens: int, now: float) -> None:
@@ -124,6 +115,16 @@ class JobTrace:
     ) -> None:
         known = {fact: value for fact, value in facts.items() if value != ""}
         self._spans.append(WorkSpan(name, self._worker_id, start_s, end_s, known, list(events)))
+
+
+def _facts(num_blocks: int, carried: Carried) -> dict[str, Fact]:
+    """Return what a span tells about blocks that were moved."""
+    return {
+        "mooncake.blocks": num_blocks,
+        "mooncake.bytes": carried.num_bytes,
+        "mooncake.path": carried.protocol,
+        "mooncake.nic": ",".join(sorted(carried.nics)),
+    }
 
 
 class Job:

@@ -28,6 +28,7 @@ from mooncake.engine.ranks.kv_moves import Hashed
 from mooncake.kvstore.block_checksum import added
 from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.transfer.engine import (
+    Carried,
     Op,
     Region,
     Transfer,
@@ -182,10 +183,9 @@ class _Moving:
     open: dict[tuple[int, int], Move] = field(default_factory=dict)
     """The parts that have not ended, by (rank, number on this rank)."""
     error: str | None = None
-    num_bytes: int = 0
+    carried: Carried = field(default_factory=Carried)
     seconds: float = 0.0
-    protocol: str = ""
-    nics: set[str] = field(default_factory=set)
+    """The time of the slowest part: ranks move theirs at the same time."""
 
 
 class SliceMover:
@@ -305,10 +305,8 @@ class SliceMover:
         move = moving.open.pop(key)
         for page, part in zip(move.pages, checksums, strict=False):
             self._found.setdefault(page, FoundParts()).add(move.layers, part)
-        moving.num_bytes += done.num_bytes
+        moving.carried.add(done)
         moving.seconds = max(moving.seconds, done.seconds)
-        moving.protocol = done.protocol or moving.protocol
-        moving.nics.update(done.nics)
         if done.error is not None and moving.error is None:
             moving.error = done.error
             self.cancel(move_id)
@@ -317,10 +315,10 @@ class SliceMover:
             whole = TransferDone(
                 batch_id=move_id,
                 error=moving.error,
-                num_bytes=moving.num_bytes if moving.error is None else 0,
+                num_bytes=moving.carried.num_bytes if moving.error is None else 0,
                 seconds=moving.seconds,
-                protocol=moving.protocol,
-                nics=tuple(sorted(moving.nics)),
+                protocol=moving.carried.protocol,
+                nics=tuple(sorted(moving.carried.nics)),
             )
             moving.ended(whole, now)
 

@@ -26,7 +26,7 @@ from mooncake.base.messages import NO_HEAD, ChainHead, WorkerRef
 from mooncake.engine.block_pool import BlockPool
 from mooncake.instance.mover import BlockChecksums, SliceMover
 from mooncake.kvstore.client.block_writer import BlockWrite, BlockWriter
-from mooncake.transfer.engine import TransferDone
+from mooncake.transfer.engine import Carried, TransferDone
 
 Progress = Callable[["Destination", list[int], float], None]
 """Called with (destination, indexes of the blocks that have become complete there, or whose
@@ -49,11 +49,8 @@ class Destination:
         self.error: str | None = None
         self.begun_s: float | None = None
         """When the first slice was sent; None: no slice was sent."""
-        self.num_bytes = 0
-        """Bytes that have arrived, and the protocol of the last of them."""
-        self.protocol = ""
-        self.nics: set[str] = set()
-        """See `TransferDone.nics`."""
+        self.carried = Carried()
+        """What has arrived."""
         self.progress = progress
         self.moves: set[int] = set()
         self.in_flight_of: dict[int, int] = {}
@@ -196,9 +193,7 @@ class Push:
         self, destination: Destination, moved: list[int], done: TransferDone, now: float
     ) -> None:
         destination.moves.discard(done.batch_id)
-        destination.num_bytes += done.num_bytes
-        destination.protocol = done.protocol or destination.protocol
-        destination.nics.update(done.nics)
+        destination.carried.add(done)
         whole: list[int] = []
         for index in moved:
             destination.in_flight_of[index] -= 1

@@ -177,7 +177,7 @@ class FollowerMoves:
         for word in self.waiting:
             if isinstance(word, StartMove) and word.number == number:
                 self.waiting.remove(word)
-                self._answer(Moved(number, "cancelled", 0, 0.0, []))
+                self._answer(Moved(TransferDone(batch_id=number, error="cancelled")))
                 return
         for here, word in self._moves.items():
             if word.number == number:
@@ -185,7 +185,7 @@ class FollowerMoves:
 
     def _on_done(self, done: TransferDone) -> None:
         word = self._moves.pop(done.batch_id)
-        moved = Moved(word.number, done.error, done.num_bytes, done.seconds, [], done.nics)
+        moved = Moved(msgspec.structs.replace(done, batch_id=word.number))
         if word.verify and done.error is None:
             self._hashes[self._pages.hash(word.move.pages)] = (word.number, moved)
         else:

@@ -18,6 +18,7 @@ from mooncake.base.messages import BlockSource, ChainHead, WorkerRef
 from mooncake.base.request import CacheHits
 from mooncake.engine.block_pool import BlockPool
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
+from mooncake.transfer.engine import Carried
 
 Gathered = Callable[[list[int], float], None]
 """(the pages of the leading blocks, now). They are held for the callee. There are none when nothing
@@ -64,11 +65,8 @@ class PrefixReuse:
         self._pages: list[int] = []
         self._fetched: dict[WorkerRef, CacheHits] = {}
         """Pool node -> the blocks that came from it, by the tier in which it had them."""
-        self.num_bytes = 0
-        """Bytes of these blocks, and the protocol of the last."""
-        self.protocol = ""
-        self.nics: set[str] = set()
-        """See `TransferDone.nics`."""
+        self.carried = Carried()
+        """What fetches have moved."""
         self.sources_asked: list[str] = []
         """The workers that were asked for blocks."""
         self._reported: dict[WorkerRef, int] = {}
@@ -151,9 +149,7 @@ class PrefixReuse:
         for offset in range(num_blocks):
             self._pool.publish(self._keys[have + offset], pages[offset])
         self._pages.extend(pages[:num_blocks])
-        self.num_bytes += result.num_bytes
-        self.protocol = result.protocol or self.protocol
-        self.nics.update(result.nics)
+        self.carried.add(result.carried)
         if num_blocks < len(pages):
             self._pool.release(pages[num_blocks:])
             if source.others:

@@ -19,6 +19,7 @@ from mooncake.base.messages import (
     CostSample,
     DoubtPeers,
     LoadReport,
+    PeerLost,
     Refused,
     Tier,
     Welcome,
@@ -130,7 +131,21 @@ class Membership:
         """True if no gateway needs this worker any more."""
         return all(gateway.relieved for gateway in self._welcoming())
 
-    def on_welcome(self, welcome: Welcome) -> None:
+    def handle(self, event: msgspec.Struct) -> None:
+        """Take what gateways say about this worker, and that a peer is lost. Other events are
+        ignored.
+        """
+        match event:
+            case Welcome():
+                self._on_welcome(event)
+            case WhoAreYou():
+                self._on_who_are_you(event)
+            case Refused():
+                self._on_refused(event)
+            case PeerLost():
+                self._on_peer_lost(event.worker)
+
+    def _on_welcome(self, welcome: Welcome) -> None:
         """Record that a gateway knows this worker, and send it a snapshot if it wants one."""
         gateway = self._gateway(welcome.gateway)
         gateway.welcomed = True
@@ -145,7 +160,7 @@ class Membership:
             if known is None or (known.suspected and known.ref != other):
                 self._gateway(other)
 
-    def on_refused(self, refused: Refused) -> None:
+    def _on_refused(self, refused: Refused) -> None:
         """Log why a gateway does not take this worker; the same reason is logged once."""
         if refused.message == WorkerHello.__name__ and refused.reason not in self._refused:
             self._refused = {*self._refused, refused.reason} if len(self._refused) < 64 else set()
@@ -158,7 +173,7 @@ class Membership:
                 self._send_blocks(gateway, tier, [], [], snapshot=True)
         self._withdrawn = True
 
-    def on_who_are_you(self, question: WhoAreYou) -> None:
+    def _on_who_are_you(self, question: WhoAreYou) -> None:
         """Say hello again to a gateway that has restarted and does not know this worker."""
         gateway = self._gateway(question.gateway)
         gateway.welcomed = False
@@ -169,7 +184,7 @@ class Membership:
         for gateway in self._welcoming() if peers else []:
             self._send(gateway, DoubtPeers(worker=self.worker, peers=peers))
 
-    def on_peer_lost(self, worker: WorkerRef) -> None:
+    def _on_peer_lost(self, worker: WorkerRef) -> None:
         """Drop the pool if it was lost; the next one comes with a new `Welcome`. A gateway that
         another one calls lost is sent a hello first: the two may only be cut off from each other.
         """

@@ -10,6 +10,7 @@ is done, or it failed. After its end nothing touches memory for it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -85,6 +86,26 @@ class TransferDone(msgspec.Struct, frozen=True, kw_only=True):
     """The owner's answer to the batch's question. `num_bytes` came behind it, into the first
     ops.
     """
+
+
+@dataclass
+class Carried:
+    """What several transfers have carried together."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    """The sum of their times."""
+    protocol: str = ""
+    """The protocol of the last of them."""
+    nics: set[str] = field(default_factory=set)
+    """See `TransferDone.nics`."""
+
+    def add(self, more: TransferDone | Carried) -> None:
+        """Count one more transfer, or several."""
+        self.num_bytes += more.num_bytes
+        self.seconds += more.seconds
+        self.protocol = more.protocol or self.protocol
+        self.nics.update(more.nics)
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from mooncake.base.kv_layout import Move, SegmentRef
-from mooncake.transfer.engine import Op
+from mooncake.transfer.engine import Op, TransferDone
 from mooncake.transfer.grants import Fence
 
 Progress = tuple[int, int]
@@ -68,16 +68,12 @@ class Opened(msgspec.Struct, frozen=True, tag="opened", array_like=True):
 
 
 class Moved(msgspec.Struct, frozen=True, tag="moved", array_like=True):
-    number: int
-    error: str | None
-    num_bytes: int
-    seconds: float
-    checksums: list[int]
+    done: TransferDone
+    """How the move ended, under its number."""
+    checksums: list[int] = []
     """The part of each block's checksum from this rank's layers, in the order of its pages. Empty
     unless checksums were wanted.
     """
-    nics: tuple[str, ...] = ()
-    """See `TransferDone.nics`."""
 
 
 class Hashed(msgspec.Struct, frozen=True, tag="hashed", array_like=True):

@@ -36,7 +36,7 @@ from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.messages import NO_HEAD, ChainHead
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.codec import decode, encode
-from mooncake.transfer.engine import MAX_QUESTION_BYTES, TransferDone
+from mooncake.transfer.engine import MAX_QUESTION_BYTES, Carried, TransferDone
 
 VERIFY_BYTES_PER_TICK = 8 << 20
 """Bytes hashed in one tick: less than a millisecond, so that nothing else waits long."""
@@ -56,17 +56,11 @@ class ReadResult:
     """The reason why no more came. None: all came, the node has no more, or a block arrived
     damaged.
     """
-    num_bytes: int
-    """Bytes of the transfers that succeeded."""
-    seconds: float
-    """Time those transfers took together."""
-    num_from_ssd: int = 0
+    carried: Carried
+    """What the transfers that succeeded have moved."""
+    num_from_ssd: int
     """How many of the blocks the node had to bring up from its disks."""
-    protocol: str = ""
-    """The protocol of the last transfer."""
-    nics: tuple[str, ...] = ()
-    """See `TransferDone.nics`."""
-    num_from_object: int = 0
+    num_from_object: int
     """How many of the blocks came from the node's bucket."""
 
 
@@ -164,11 +158,8 @@ class _Read:
     num_verified: int = 0
     arrived: list[int] = field(default_factory=list)
     """Checksum of each block that has arrived, in the pieces before too."""
-    num_bytes: int = 0
     piece_bytes: int = 0
-    seconds: float = 0.0
-    protocol: str = ""
-    nics: set[str] = field(default_factory=set)
+    carried: Carried = field(default_factory=Carried)
 
     def advance(self) -> None:
         """Go on to the next piece: all of this one has arrived."""
@@ -308,11 +299,8 @@ class BlockReader:
         if done.error is not None:
             self._end(ticket, 0, now, TransferError(done.error))
             return
-        read.num_bytes += done.num_bytes
         read.piece_bytes = done.num_bytes
-        read.seconds += done.seconds
-        read.protocol = done.protocol
-        read.nics.update(done.nics)
+        read.carried.add(done)
         if self._verify and any(read.promised):
             read.stage = _Stage.VERIFYING
             self._verifying.append(ticket)
@@ -447,8 +435,8 @@ class BlockReader:
             self._begin(read)
             return
         result = ReadResult(
-            len(read.arrived), read.arrived, error, read.num_bytes, read.seconds,
-            read.num_from_ssd, read.protocol, tuple(sorted(read.nics)), read.num_from_object,
+            len(read.arrived), read.arrived, error, read.carried, read.num_from_ssd,
+            read.num_from_object,
         )  # fmt: skip
         read.ended(result, now)
 

@@ -2,7 +2,7 @@
 gateways questions. For programs that are not workers, such as another engine or an operator's tool.
 
 It joins the cluster in the role `client`, so that what it has pinned or reserved is reclaimed when
-it is lost. `failover`, `broadcast` and `replicate` decide which node a call goes to. A call is
+it is lost. `failover` and `broadcast` decide which node a call goes to. A call is
 answered exactly once, and only when nothing touches its memory any more.
 """
 
@@ -28,12 +28,11 @@ from mooncake.base import (
     Tier,
     TransferError,
     Unavailable,
-    Welcome,
     WorkerHello,
     WorkerLoad,
     WorkerRef,
 )
-from mooncake.base.messages import Answer, Refused, Replicate, WhoAreYou
+from mooncake.base.messages import Answer, Refused, Replicate
 from mooncake.base.pool_messages import (
     AskPool,
     BlocksDescribed,
@@ -235,12 +234,11 @@ class PoolClient:
                 self._on_answer(event, None)
             case Refused():
                 self._on_refused(event, now)
-            case Welcome():
-                self._membership.on_welcome(event)
-            case WhoAreYou():
-                self._membership.on_who_are_you(event)
             case PeerLost():
+                self._membership.handle(event)
                 self._on_peer_lost(event.worker, now)
+            case _:
+                self._membership.handle(event)
 
     def tick(self, now: float) -> float:
         """Give up calls that are not answered, verify what arrived, and report. Return when to call
@@ -316,7 +314,7 @@ class PoolClient:
 
     def _on_refused(self, event: Refused, now: float) -> None:
         """End the call whose message was refused, with the reason that was given."""
-        self._membership.on_refused(event)
+        self._membership.handle(event)
         error = Forbidden(event.reason)
         if event.message == "PinBlocks":
             self._reader.on_refused(event.ticket, error, now)
@@ -327,7 +325,6 @@ class PoolClient:
 
     def _on_peer_lost(self, worker: WorkerRef, now: float) -> None:
         """Fail what the lost node had not answered yet, and cancel running transfers."""
-        self._membership.on_peer_lost(worker)
         self._reader.on_peer_lost(worker, now)
         self._writer.on_peer_lost(worker, now)
         for ticket, request in list(self._requests.items()):

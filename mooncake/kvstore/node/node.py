@@ -203,9 +203,9 @@ class KvNode:
             Unpin: self._pins.on_unpin,
             Asked: self._pins.on_asked,
             AskEnded: self._pins.on_ask_ended,
-            Welcome: lambda message, _: membership.on_welcome(message),
-            WhoAreYou: lambda message, _: membership.on_who_are_you(message),
-            Refused: lambda message, _: membership.on_refused(message),
+            **dict.fromkeys(
+                (Welcome, WhoAreYou, Refused), lambda message, _: membership.handle(message)
+            ),
             PeerLost: self._on_peer_lost,
             Drain: self._on_drain,
             Restart: self._on_restart,
@@ -245,7 +245,7 @@ class KvNode:
 
     def _on_peer_lost(self, message: PeerLost, now: float) -> None:
         worker = message.worker
-        self._membership.on_peer_lost(worker)
+        self._membership.handle(message)
         self.blocks.replicator.on_peer_lost(worker, now)
         self.blocks.migration.on_peer_lost(worker, now)
         state = self._peers.lose(worker)

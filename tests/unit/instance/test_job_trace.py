@@ -6,6 +6,7 @@ import pytest
 
 from mooncake.instance.job_table import JobTrace
 from mooncake.instance.push import Destination
+from mooncake.transfer.engine import TransferDone
 
 
 @pytest.mark.parametrize(
@@ -20,8 +21,8 @@ def test_a_push_names_its_path_and_the_nics_that_carried_it(
     protocol: str, nics: set[str], shown: dict[str, str]
 ) -> None:
     pushed = Destination([], lambda *_: None, None)
-    pushed.begun_s, pushed.protocol, pushed.num_bytes = 1.0, protocol, 64
-    pushed.nics |= nics
+    pushed.begun_s = 1.0
+    pushed.carried.add(TransferDone(batch_id=1, num_bytes=64, protocol=protocol, nics=tuple(nics)))
     trace = JobTrace("prefill-0", 0.0)
     trace.pushed(pushed, 2.0)
     (span,) = trace.take()

@@ -273,12 +273,14 @@ class TestFollower:
             rank.handle(word)
         rank.handle(Hashed(0, [9]))
         nics = ("mlx5_0",)
-        rank.handle(TransferDone(batch_id=1, num_bytes=8, seconds=2.0, nics=nics))
+        done = TransferDone(batch_id=1, num_bytes=8, seconds=2.0, protocol="rdma", nics=nics)
+        rank.handle(done)
         rank.handle(TransferDone(batch_id=0, error="gone"))
-        assert rank.answers == [Hashed(6, [9]), Moved(4, "gone", 0, 0.0, [])]
+        assert rank.answers == [Hashed(6, [9]), Moved(TransferDone(batch_id=4, error="gone"))]
         assert rank.memory.hashes == [[2], [5]], "what was read is hashed"
         rank.handle(Hashed(1, [77]))
-        assert rank.answers[2:] == [Moved(5, None, 8, 2.0, [77], nics)]
+        assert rank.answers[2:] == [Moved(msgspec.structs.replace(done, batch_id=5), [77])]
+        assert decode_answer(encode_answer(rank.answers[2])) == rank.answers[2]
         assert rank.machine.quiet
 
     def test_a_grant_that_was_revoked_is_answered_for_when_nothing_is_open(self) -> None:
@@ -300,7 +302,8 @@ class TestFollower:
         rank.handle(start(1))
         rank.handle(start(2, (1, 1)))
         rank.handle(StopMove(2))
-        assert rank.answers == [Moved(2, "cancelled", 0, 0.0, [])], "it has never begun"
+        cancelled = TransferDone(batch_id=2, error="cancelled")
+        assert rank.answers == [Moved(cancelled)], "it has never begun"
         rank.handle(StopMove(1))
         assert rank.memory.cancelled == [0]
         assert len(rank.answers) == 1, "it may still touch memory"

@@ -17,7 +17,7 @@ from mooncake.base import (
     WorkerLoad,
     WorkerRef,
 )
-from mooncake.base.messages import OWN_RELEASE, DoubtPeers, Refused, WhoAreYou
+from mooncake.base.messages import OWN_RELEASE, DoubtPeers, PeerLost, Refused, WhoAreYou
 from mooncake.rpc import membership
 from mooncake.rpc.membership import (
     ANSWER_S,
@@ -58,7 +58,7 @@ class Member:
         snapshot: bool = True,
     ) -> None:
         said = Welcome(gateway=gateway, kvstore=pool, send_snapshot=snapshot, gateways=list(others))
-        self.membership.on_welcome(said)
+        self.membership.handle(said)
 
     def tick(self, now: float) -> float:
         return self.membership.tick(now, WorkerLoad)
@@ -91,7 +91,7 @@ def test_a_gateway_that_nobody_names_is_found_at_a_seed() -> None:
     assert member.count(LoadReport, SECOND) == 1, "not so often once there is a gateway"
     member.tick(1.0 + SEED_S)
     assert member.count(LoadReport, SECOND) == 2
-    member.membership.on_who_are_you(WhoAreYou(gateway=SECOND))
+    member.membership.handle(WhoAreYou(gateway=SECOND))
     member.tick(1.0 + SEED_S)
     member.welcome(SECOND)
     assert set(member.membership.welcoming) == {FIRST.address, SECOND.address}
@@ -118,7 +118,7 @@ def test_a_hello_names_the_release_and_its_refusal_is_logged_once(
     assert said.release == OWN_RELEASE
     reason = "it is of another release"
     for message in ("WorkerHello", "WorkerHello", "PinBlocks"):
-        member.membership.on_refused(
+        member.membership.handle(
             Refused(asker=said.worker, ticket=0, message=message, reason=reason)
         )
     assert [record.getMessage() for record in caplog.records] == [
@@ -166,7 +166,7 @@ def test_a_gateway_that_starts_again_is_greeted_again_and_the_other_is_not() -> 
     member = both()
     member.tick(0.0)
     again = WorkerRef(SECOND.worker_id, "e9", "elsewhere")
-    member.membership.on_who_are_you(WhoAreYou(gateway=again))
+    member.membership.handle(WhoAreYou(gateway=again))
     member.membership.send_blocks(KEYS, [])
     member.tick(0.1)
     assert member.count(WorkerHello, again) == 1, "under its new address"
@@ -184,7 +184,7 @@ def test_the_pool_is_known_while_one_gateway_knows_it() -> None:
     member.welcome(SECOND, FIRST, pool=POOL)
     member.welcome(FIRST, SECOND, pool=None)
     assert member.membership.kvstore == POOL
-    member.membership.on_peer_lost(POOL)
+    member.membership.handle(PeerLost(worker=POOL))
     assert member.membership.kvstore is None
 
 
@@ -218,7 +218,7 @@ def test_the_gateways_kept_are_bounded() -> None:
 def test_a_gateway_called_lost_is_asked_itself_and_stays_if_it_answers() -> None:
     member = both()
     member.tick(0.0)
-    member.membership.on_peer_lost(SECOND)
+    member.membership.handle(PeerLost(worker=SECOND))
     member.tick(0.1)
     assert member.count(WorkerHello, SECOND) == 1
     assert member.count(WorkerHello, FIRST) == 0
@@ -231,10 +231,10 @@ def test_a_gateway_called_lost_is_asked_itself_and_stays_if_it_answers() -> None
 def test_a_gateway_that_does_not_answer_is_given_up_once() -> None:
     member = both()
     member.tick(0.0)
-    member.membership.on_peer_lost(WorkerRef(SECOND.worker_id, "other", SECOND.address))
-    member.membership.on_peer_lost(SECOND)
+    member.membership.handle(PeerLost(worker=WorkerRef(SECOND.worker_id, "other", SECOND.address)))
+    member.membership.handle(PeerLost(worker=SECOND))
     member.tick(0.1)
-    member.membership.on_peer_lost(SECOND)  # two gateways have noticed
+    member.membership.handle(PeerLost(worker=SECOND))  # two gateways have noticed
     member.tick(0.1 + ANSWER_S - 0.01)
     assert member.membership.lost_gateways() == []
     member.tick(0.1 + ANSWER_S)
@@ -250,7 +250,7 @@ def test_a_gateway_that_does_not_answer_is_given_up_once() -> None:
 def test_a_doubted_gateway_may_be_back_elsewhere() -> None:
     member = both()
     member.tick(0.0)
-    member.membership.on_peer_lost(SECOND)
+    member.membership.handle(PeerLost(worker=SECOND))
     again = WorkerRef(SECOND.worker_id, "e9", "elsewhere")
     member.welcome(FIRST, again)
     member.tick(0.1)
@@ -271,7 +271,7 @@ def test_a_gateway_that_has_moved_is_found_where_the_supervisor_says() -> None:
     seeds.move("elsewhere")
     member.tick(5.0)
     assert member.count(LoadReport, again) == 1
-    member.membership.on_who_are_you(WhoAreYou(gateway=again))
+    member.membership.handle(WhoAreYou(gateway=again))
     member.tick(5.1)
     assert member.count(WorkerHello, again) == 1
     member.welcome(again)
@@ -283,7 +283,7 @@ def test_the_only_gateway_is_greeted_for_ever() -> None:
     member = Member()
     member.welcome(FIRST)
     member.tick(0.0)
-    member.membership.on_peer_lost(FIRST)
+    member.membership.handle(PeerLost(worker=FIRST))
     member.tick(0.1)
     member.tick(0.1 + ANSWER_S)
     assert member.membership.lost_gateways() == [FIRST]

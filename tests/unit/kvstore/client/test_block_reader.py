@@ -74,8 +74,8 @@ def test_a_result_has_the_checksums_of_all_pieces_and_what_moved() -> None:
     assert (result.num_from_ssd, result.num_from_object) == (2, 2)
     assert result.checksums == [checksum_of(block, LAYOUT) for block in scene.blocks]
     assert (result.num_blocks, result.error) == (4, None)
-    assert result.num_bytes == 4 * LAYOUT.block_bytes
-    assert result.seconds > 0
+    assert result.carried.num_bytes == 4 * LAYOUT.block_bytes
+    assert result.carried.seconds > 0
     assert scene.unpinned == [1, 2]
 
 
@@ -216,7 +216,7 @@ def test_a_run_comes_behind_its_answer_without_a_message() -> None:
     scene.answer([0, 1, 2])
     [result] = scene.ended
     assert (result.num_blocks, result.error) == (3, None)
-    assert result.num_bytes == 3 * LAYOUT.block_bytes
+    assert result.carried.num_bytes == 3 * LAYOUT.block_bytes
     assert result.checksums == [checksum_of(block, LAYOUT) for block in scene.blocks[:3]]
     assert scene.sent == []
     came = bytes(scene.pair.pages.buffer[: 3 * LAYOUT.block_bytes])
