@@ -189,7 +189,7 @@ CLASSES: dict[str, dict[str, Class]] = {
         ),
         "PASS              aborts": Shown(
             "mooncake/bench/conformance/client_checks.py",
-            ("--other-url has to name a server that is not disaggregated",),
+            ("has to name a server that is not disaggregated",),
         ),
         "mooncake conformance --base-url http://127.0.0.1:8200": Elsewhere(
             "tests/integration/serve/test_conformance.py", "processes that may be killed"
