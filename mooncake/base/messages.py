@@ -244,6 +244,10 @@ class LoadReport(Message, frozen=True, tag="load"):
     """The number of the last `BlockEvents` of each tier. A gap shows that events were lost."""
     clock_s: float = 0.0
     """The time on the worker's own clock. The times of its `WorkSpan`s are by the same clock."""
+    fetched: list[str] = []
+    """Requests that have ended their fetches since the last report (at most 1,024). The others are
+    known by their first tokens.
+    """
 
 
 class BlockEvents(Message, frozen=True, tag="blocks"):

@@ -125,6 +125,8 @@ class RoleWorker(ABC, Generic[JobT]):
             if reuse is not None:
                 job.num_counted = reuse.num_counted(instance.kvstore)
                 job.fetched = reuse.fetched(instance.kvstore)
+                if reuse.sources_asked:
+                    instance.membership.add_fetched(job.request_id)
             if job.trace is not None:
                 job.trace.gathered(reuse, at)
             self._on_gathered(job, pages, at)

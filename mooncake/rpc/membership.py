@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 HELLO_RETRY_S = 0.5
 MAX_SAMPLES = 64
+MAX_FETCHED = 1024
 ANSWER_S = 3.0
 """A suspected gateway is given up when it answers no hello within this time."""
 SEED_S = 5.0
@@ -54,6 +55,7 @@ class _Gateway:
     """When the next report or hello is due."""
     sequence_nos: dict[Tier, int] = field(default_factory=dict)
     samples: list[CostSample] = field(default_factory=list)
+    fetched: list[str] = field(default_factory=list)
     kvstore: WorkerRef | None = None
     relieved: bool = False
     """True if it has other workers that can do this worker's work."""
@@ -206,6 +208,12 @@ class Membership:
             gateway.samples.append(sample)
             del gateway.samples[:-MAX_SAMPLES]
 
+    def add_fetched(self, request_id: str) -> None:
+        """Say in the next report that a request has ended its fetches."""
+        for gateway in self._welcoming():
+            gateway.fetched.append(request_id)
+            del gateway.fetched[:-MAX_FETCHED]
+
     def send_blocks(
         self, stored: list[BlockKey], removed: list[BlockKey], tier: Tier | None = None
     ) -> None:
@@ -226,10 +234,10 @@ class Membership:
                 gateway.next_s = now + self._report_interval_s
                 message = LoadReport(
                     worker=self.worker, load=report, samples=gateway.samples,
-                    block_nos=dict(gateway.sequence_nos), clock_s=now,
+                    block_nos=dict(gateway.sequence_nos), clock_s=now, fetched=gateway.fetched,
                 )  # fmt: skip
                 self._send(gateway, message)
-                gateway.samples = []
+                gateway.samples, gateway.fetched = [], []
             else:
                 gateway.next_s = now + HELLO_RETRY_S
                 self._send(gateway, self._hello)

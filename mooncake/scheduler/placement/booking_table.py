@@ -9,7 +9,7 @@ whichever gateway placed them. Facts only; no choices here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mooncake.base import BlockKey, KeyChain, WorkerRef
@@ -158,6 +158,8 @@ class Entry:
     owner: str
     """The id of the gateway that placed it, "" for this one."""
     prefilled: bool = False
+    is_fetching: bool = True
+    """Its sources count as being read."""
 
 
 class BookingTable:
@@ -266,6 +268,21 @@ class BookingTable:
 
     # ------------------------------------------------------------ both
 
+    def on_fetched(self, request_ids: Iterable[str], worker: WorkerRef) -> None:
+        """Record that fetches of requests, own and of other gateways, have ended on a worker that
+        computes them. Their prompts may still wait for their turn there.
+        """
+        for request_id in request_ids:
+            for name in (request_id, *(_name(owner, request_id) for owner in self._of_others)):
+                entry = self._entries.get(name)
+                if entry is not None and entry.booking.computing == worker:
+                    self._fetched(entry)
+
+    def _fetched(self, entry: Entry) -> None:
+        if entry.is_fetching:
+            entry.is_fetching = False
+            self._fetch.ended(entry.booking.sources)
+
     def check_integrity(self, placed: set[str]) -> None:
         """Raise AssertionError unless exactly the requests `placed` are booked here, and every
         worker's share belongs to a booking.
@@ -328,7 +345,7 @@ class BookingTable:
         entry.prefilled = True
         booking = entry.booking
         self.inflight.remove(booking.computing.worker_id, KeyChain(booking.keys))
-        self._fetch.ended(booking.sources)
+        self._fetched(entry)
         view = self._view(booking.computing)
         if view is not None:
             view.prefilled(name, now)

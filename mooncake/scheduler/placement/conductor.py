@@ -232,6 +232,7 @@ class Conductor:
         self._index.expect(report.worker, report.block_nos)
         self._fetch.observe(view, report.load.counters, now)
         view.observe(report.load, now, report.samples)
+        self.bookings.on_fetched(report.fetched, report.worker)
         if report.load.draining and not view.draining:
             view.draining = True
         if report.load.lends:

@@ -22,6 +22,7 @@ from mooncake.rpc import membership
 from mooncake.rpc.membership import (
     ANSWER_S,
     HELLO_RETRY_S,
+    MAX_FETCHED,
     MAX_GATEWAYS,
     SEED_S,
     Membership,
@@ -152,14 +153,18 @@ def test_each_gateway_has_its_own_numbers() -> None:
     assert len(member.numbers(SECOND)) == 2, "only who asks gets a snapshot"
 
 
-def test_each_gateway_gets_every_sample_once() -> None:
+def test_each_gateway_gets_every_sample_and_every_ended_fetch_once() -> None:
     member = both()
     member.membership.add_sample(CostSample(1, 2, 1, 0.5))
+    for number in range(MAX_FETCHED + 1):
+        member.membership.add_fetched(f"r{number}")
     member.tick(0.0)
     member.tick(5.0)
     for gateway in (FIRST, SECOND):
         reports = member.inbox.of(LoadReport, gateway.address)
         assert [len(report.samples) for report in reports] == [1, 0]
+        assert [len(report.fetched) for report in reports] == [MAX_FETCHED, 0]
+        assert reports[0].fetched[-1] == f"r{MAX_FETCHED}", "the newest"
 
 
 def test_a_gateway_that_starts_again_is_greeted_again_and_the_other_is_not() -> None:

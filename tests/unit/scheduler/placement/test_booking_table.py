@@ -77,6 +77,23 @@ def test_the_first_token_frees_prefill_and_keeps_decode(bench: Bench) -> None:
     bench.check("r")
 
 
+def test_a_fetch_counts_until_its_worker_says_that_it_has_ended(bench: Bench) -> None:
+    bench.table.add(booking("r"), 0.0)
+    bench.table.apply("g1", booking("other"), 0.0)
+    assert bench.fetch.blocks_asked(ref("k0")) == {Tier.DRAM: 4}
+    bench.table.on_fetched(["r", "unknown"], ref("d0"))
+    assert bench.fetch.blocks_asked(ref("k0")) == {Tier.DRAM: 4}, "another worker"
+    for _ in range(2):
+        bench.table.on_fetched(["r"], ref("p0"))
+        assert bench.fetch.blocks_asked(ref("k0")) == {Tier.DRAM: 2}
+    assert bench.views["p0"].queued_s() == 1.0, "both prompts still wait for their turn"
+    bench.table.on_fetched(["other"], ref("p0"))
+    bench.fetch.check_idle()
+    bench.table.on_prefilled("r", 1.0)
+    assert bench.table.release("r")
+    bench.check()
+
+
 def test_a_whole_request_has_one_share(bench: Bench) -> None:
     bench.table.add(booking("r", computing=ref("d0")), 0.0)
     assert bench.views["d0"].num_queued_tokens() == 8
