@@ -39,8 +39,8 @@ OTHER_TOKENS, OTHER_ANSWER = (4_000, 8_000), 4
 CLUSTERS = {"2P2D": (2, 2), "2 colocated": (0, 2)}
 ASKED: Mapping[str, Mapping[str, Any]] = {
     "nothing": {},
-    "the prompt": {"keep_s": KEEP_S},
-    "prompt and answer": {"keep_s": KEEP_S, "keeps_answer": True},
+    "the prompt": {"keeps_answer": False},
+    "prompt and answer": {"keeps_answer": True},
 }
 """What the agents' requests ask the pool to keep."""
 
@@ -211,8 +211,9 @@ def play(
     pool_tokens: int,
     ssd_bytes_per_s: float = 0.0,
     block_tokens: int = BLOCK_TOKENS,
+    keep_s: float = KEEP_S,
 ) -> Seen:
-    """Play a load on one of `CLUSTERS`, whose requests ask for one of `ASKED`."""
+    """Play a load on one of `CLUSTERS`, whose requests ask for one of `ASKED`, for so long."""
     num_prefill, num_decode = CLUSTERS[cluster]
     config = SimulationConfig(
         model=figures("kimi-k2-thinking", ModelFigures),
@@ -226,7 +227,10 @@ def play(
         ssd_tokens=16 * pool_tokens if ssd_bytes_per_s else 0,
         ssd_bytes_per_s=ssd_bytes_per_s or 3e9,
     )
-    agents = Agents(Simulation(config, load.workload()), load, ASKED[asked])
+    wanted = dict(ASKED[asked])
+    if wanted:
+        wanted["keep_s"] = keep_s
+    agents = Agents(Simulation(config, load.workload()), load, wanted)
     agents.run()
     return agents.seen
 
@@ -248,6 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--ssd-bytes-per-s", type=float, default=0.0, help="0: there is no SSD")
     parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS)
+    parser.add_argument(
+        "--keep-s", type=float, default=KEEP_S, help="how long what is kept is kept"
+    )
     parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=list(CLUSTERS))
     parser.add_argument("--seed", type=int, default=5)
     args = parser.parse_args(argv)
@@ -261,8 +268,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for cluster in args.clusters:
         for asked in ASKED:
             seen = play(
-                load, cluster, asked, args.pool_tokens, args.ssd_bytes_per_s, args.block_tokens
-            )
+                load, cluster, asked, args.pool_tokens, args.ssd_bytes_per_s, args.block_tokens,
+                args.keep_s,
+            )  # fmt: skip
             p90 = statistics.quantiles(seen.ttft_s, n=10)[-1]
             table.add_row(
                 cluster, asked, str(len(seen.said)), f"{statistics.mean(seen.said):,.0f}",

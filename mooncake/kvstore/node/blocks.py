@@ -271,10 +271,13 @@ class NodeBlocks:
         self.replicator.used(run, now)
 
     def keep(self, run: Sequence[BlockKey], seconds: float, now: float) -> None:
-        """Keep the stored blocks of a run for so long, within the limits."""
+        """Keep the stored blocks of a run for so long, within the limits. They are expected to be
+        asked for again, so all of them go down like blocks that were used twice.
+        """
         num_new, num_displaced = self.dram.keep(run, now + min(seconds, MAX_KEEP_S))
         self._ports.counters["blocks_kept"] += num_new
         self._ports.counters["keeps_displaced"] += num_displaced
+        self.tiering.adopt([key for key in run if self.dram.has(key)])
 
     def end_keeps(self, now: float) -> float | None:
         """Let blocks be evicted whose time is over. Return when to call again."""

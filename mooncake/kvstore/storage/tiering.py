@@ -79,7 +79,9 @@ class Tiering:
                 tier.places.touch(keys, counted)
 
     def adopt(self, keys: Sequence[BlockKey]) -> None:
-        """Count blocks in DRAM as used often enough to be written: they were, on another node."""
+        """Count blocks in DRAM as used often enough to be written: they were, on another node, or
+        a request has said that they will be.
+        """
         uses = self.dram.count_at_least(keys, max(self._config.ssd_min_uses, REUSED))
         for tier in self.lower:
             tier.used(uses, keys)

@@ -38,3 +38,16 @@ def test_kept_prompts_and_answers_are_found_where_others_have_filled_the_pool(
     assert nothing > prompt + 1_000
     assert prompt > both + 300
     assert both == statistics.mean(seen.in_last_block)
+
+
+def test_turns_that_come_too_late_find_on_ssd_what_was_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(next_turns, "TURNS", (3, 3))
+    load = load_of(1, (500, 700), (60.0, 90.0), 0.6, seed=5)
+    missed = {}
+    for asked in ("nothing", "prompt and answer"):
+        seen = play(load, "2 colocated", asked, 60_000, 6e9, block_tokens=128, keep_s=5.0)
+        missed[asked] = statistics.mean(seen.missed)
+    assert missed["prompt and answer"] == statistics.mean(seen.in_last_block)
+    assert missed["nothing"] > missed["prompt and answer"] + 1_000

@@ -13,6 +13,7 @@ from mooncake.base.messages import ChainHead
 from mooncake.base.pool_messages import BlocksRemoved, LastingPin, PinsSet, RemoveBlocks, SetPins
 from mooncake.kvstore.config import MAX_KEEP_S
 from mooncake.kvstore.eviction import POLICIES
+from mooncake.sim.world.disk import SimMedium
 from tests.support.kvstore.node_world import BLOCK, NodeWorld, key, keys, worker
 
 P, C = worker("prefill-0"), worker("client")
@@ -67,6 +68,19 @@ def test_only_the_leading_blocks_are_kept_and_only_if_asked_for() -> None:
     flood(world)
     assert set(keys(1, 2)) <= world.inventory
     assert not set(keys(3, 10, 11)) & world.inventory
+
+
+def test_what_is_to_be_kept_goes_down_to_ssd_although_it_was_used_once() -> None:
+    """Also what is beyond the tenant's part, so that a turn that comes too late finds it there."""
+    world = node(media=[SimMedium()], ssd_write_at=0.0)
+    world.tick(1.0)
+    put(world, 1, 2, 3, 4, 5)
+    put(world, 10, 11, keep_s=0.0)
+    world.tick(2.0)
+    assert world.node.state().num_kept == 4
+    assert world.on_ssd == set(keys(1, 2, 3, 4, 5))
+    flood(world)
+    assert world.pin_soon(C, keys(1, 2, 3, 4, 5)).num_blocks == 5
 
 
 @pytest.mark.parametrize("keep_s", [math.nan, -1.0, -math.inf])
