@@ -1,6 +1,7 @@
 """A pool node, as a process of its own, through what can befall it: killed at any moment, stopped,
 its disk full, unwilling or rotten, two writers of one key, a wall clock that jumps. Whatever
-happens, no wrong byte is served, no memory stays lost, and it works again afterwards.
+happens, no wrong byte is served, no memory stays lost, and it works again afterwards. Among its
+clients is the worker's side of the vLLM connector.
 
 `make soak-pool` for a long look.
 """
@@ -11,6 +12,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import threading
 import urllib.request
@@ -23,8 +25,9 @@ import pytest
 from mooncake.base import MooncakeError, Tier
 from mooncake.kvstore.storage.block_record import PAGE_BYTES, aligned
 from mooncake.launch.pool_client.session import PoolSession
+from tests.support.integrations.mover_traffic import MoverTraffic
 from tests.support.kvstore.forked_node import ForkedNode
-from tests.support.kvstore.pool_process import START_S, PoolProcess, until
+from tests.support.kvstore.pool_process import SECRET, START_S, PoolProcess, until
 from tests.support.kvstore.pool_traffic import (
     Traffic,
     blocks_of,
@@ -100,6 +103,48 @@ def test_killed_in_mid_put_and_mid_get(model: Path, tmp_path: Path) -> None:
     num_ok += look_after(0)
     assert num_ok > 2 * NUM_KILLS, "hardly a byte moved"
     assert num_found > 0, "no restart ever found a block of the boot before"
+
+
+def test_clients_of_the_vllm_connector_outlive_killed_nodes(model: Path, tmp_path: Path) -> None:
+    """They are never closed meanwhile. Each life of the node finds blocks of the one before."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text(SECRET)
+    words = (
+        "--dram",
+        "4MiB",
+        "--ssd",
+        f"{tmp_path}/ssd:16MiB",
+        *AT_ONCE,
+        "--admin-port",
+        str(port),
+    )
+    chance, clients = random.Random(6), list[MoverTraffic]()
+    for number in range(NUM_KILLS + 1):
+        with ForkedNode(model, tmp_path / f"log{number}", *words) as node:
+            with node.session() as session:
+                if not clients:
+                    clients += (
+                        MoverTraffic(node.url, secret, session.block_bytes, seed, NUM_KEYS // 2)
+                        for seed in (1, 2)
+                    )
+                    for client in clients:
+                        client.start()
+                marks = [(client, client.num_loaded) for client in clients]
+                until(
+                    lambda m=marks: all(client.num_loaded > before for client, before in m),
+                    "both clients load what the pool has",
+                )
+                if number == NUM_KILLS:
+                    for client in clients:
+                        client.stop()
+                    check_nothing_is_held(session)
+                    continue
+            threading.Event().wait(chance.random() * 0.2)  # then at any moment
+            node.stop(signal.SIGKILL)
+    assert [(client.wrong, client.unasked) for client in clients] == [([], set())] * 2
 
 
 def test_a_stopped_node_is_an_error_not_a_hang(model: Path, tmp_path: Path) -> None:
