@@ -8,6 +8,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -117,6 +119,19 @@ class Vllm:
             lines = answer.read().decode().splitlines()
         [line] = [line for line in lines if line.startswith(name + "{")]
         return float(line.rpartition(" ")[2])
+
+
+def check_conformance(url: str, checks: str, *words: str) -> None:
+    """Run checks of `mooncake conformance` on a server; all have to pass."""
+    command = [
+        sys.executable, "-m", "mooncake.cli.main", "conformance", "--base-url", url, "--json",
+        "--checks", checks, "--prompt-tokens", "400", "--deadline-s", str(ASK_S), *words,
+    ]  # fmt: skip
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.stdout, ran.stderr
+    verdicts = json.loads(ran.stdout)["verdicts"]
+    assert [each["check"] for each in verdicts] == checks.split(",")
+    assert {each["result"] for each in verdicts} == {"pass"}, verdicts
 
 
 def free_port() -> str:

@@ -19,6 +19,7 @@ from benchmarks.support.vllm_environment import why_no_connector
 from tests.vllm.servers import (
     Answer,
     Pool,
+    check_conformance,
     prompt,
     transfer_config,
     vllm_server,
@@ -96,6 +97,13 @@ def test_one_server_only_gives_and_the_other_only_takes(world: World) -> None:
     world.answer(handed)
     world.prefill.forget()
     assert world.prefill.ask(handed, 1).cached == 0
+
+
+def test_it_passes_the_conformance_suite(world: World) -> None:
+    """With handles of the prefill server that are forged, used twice, old, or of another prompt."""
+    handles = ("--prefill-url", world.prefill.url, "--lease-s", "1")
+    check_conformance(world.decode.url, "aborts,handles,cold-warm,one-end,refusals,hits", *handles)
+    world.pool.check_nothing_is_held("left")
 
 
 def test_a_prefill_server_killed_before_its_blocks_are_out_is_a_miss(world: World) -> None:

@@ -24,6 +24,7 @@ from tests.vllm.servers import (
     BLOCK_TOKENS,
     Answer,
     Pool,
+    check_conformance,
     prompt,
     transfer_config,
     vllm_server,
@@ -136,6 +137,14 @@ def test_many_at_once(world: World) -> None:
         found = list(threads.map(world.second.ask, prompts))
     assert [answer.tokens for answer in found] == expected
     assert all(answer.cached >= whole_blocks(700) for answer in found[1::2])
+
+
+def test_it_passes_the_conformance_suite(world: World) -> None:
+    """With what needs one server, and the answers of the one without the connector."""
+    checks = "aborts,handles,cold-warm,one-end,refusals,same-answers,hits"
+    check_conformance(world.second.url, checks, "--other-url", world.plain.url)
+    for name in ("left", "right"):
+        world.pool.check_nothing_is_held(name)
 
 
 def test_other_salts_share_nothing(world: World) -> None:
