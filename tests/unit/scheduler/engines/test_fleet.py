@@ -7,11 +7,11 @@ from __future__ import annotations
 import heapq
 import random
 import statistics
-from collections import OrderedDict
 from typing import Any
 
 import pytest
 
+from benchmarks.engine_routing_simulated import SimulatedEngine
 from mooncake.base import ModelNotFound, Overloaded, Unavailable, pack_tokens
 from mooncake.base.engine_events import RemovedBlocks, StoredBlocks
 from mooncake.scheduler.config import SchedulerConfig
@@ -191,49 +191,18 @@ def test_other_policies_spread_requests(policy: str) -> None:
 # ------------------------------------------------------- a simulated load
 
 
-class Engine:
-    """Computes prompts one after another, as fast as a small CPU does; keeps so many blocks, and
-    publishes what becomes of them.
-    """
-
-    def __init__(self, name: str, made: Fleet, *, num_blocks: int = 1500) -> None:
-        self.name, self._made, self._num_blocks = name, made, num_blocks
-        self._blocks: OrderedDict[tuple[int, ...], int] = OrderedDict()
-        self._free_s = 0.0
-        self._names = iter(range(10**9))
-
-    def compute(self, tokens: list[int], now: float) -> tuple[float, int]:
-        """Return when the first token comes, and how many tokens were cached."""
-        heads = [tuple(tokens[:end]) for end in range(SIZE, len(tokens) + 1, SIZE)]
-        num_cached = next((n for n, head in enumerate(heads) if head not in self._blocks),
-                          len(heads))  # fmt: skip
-        for head in heads:
-            parent = self._blocks.get(head[:-SIZE])
-            if head in self._blocks:
-                self._blocks.move_to_end(head)
-                continue
-            self._blocks[head] = next(self._names)
-            self._tell(StoredBlocks(
-                block_hashes=[self._blocks[head]], parent_block_hash=parent,
-                token_ids=list(head[-SIZE:]), block_size=SIZE, medium="GPU",
-            ))  # fmt: skip
-        while len(self._blocks) > self._num_blocks:
-            _, gone = self._blocks.popitem(last=False)
-            self._tell(RemovedBlocks(block_hashes=[gone], medium="GPU"))
-        took_s = 0.02 + 1e-3 * (len(tokens) - num_cached * SIZE)
-        self._free_s = max(now, self._free_s) + took_s
-        return self._free_s, num_cached * SIZE
-
-    def _tell(self, event: Any) -> None:
-        self._made.on_events(self.name, "p", [event])
-
-
 def simulate(*publishing: str, policy: str = "kvcache-centric") -> tuple[float, float, float]:
     """Run 12 agents of 8 turns over two engines. Return the part of prompt tokens that was cached,
     and the median and 90th percentile of TTFT.
     """
     made = fleet(*publishing, policy=policy)
-    engines = {name: Engine(name, made) for name in (A, B)}
+    engines = {
+        name: SimulatedEngine(
+            lambda event, name=name: made.on_events(name, "p", [event]),  # type: ignore[misc]
+            num_blocks=1500, token_s=1e-3,
+        )
+        for name in (A, B)
+    }  # fmt: skip
     draw = random.Random(7)
     system = draw.choices(range(1000), k=256)
     turns: list[tuple[float, int, int, list[int]]] = [
