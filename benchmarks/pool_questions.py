@@ -6,7 +6,8 @@ Both ways take turns in every round, through one session and one connection, ove
 value has one key, or is cut into several. A client process and a node process each, on one machine.
 Ours hashes every block at both ends, and the client looks at the hashes of what it gets; upstream
 hashes none. Upstream's store takes its turn in the same rounds where it can be installed and run,
-which takes a network that holds nothing but the loopback.
+which takes a network that holds nothing but the loopback. With `--protected` pools whose bytes have
+MACs, or are encrypted, take their turns, too; encrypted gets ask no questions.
 
 Shown are medians over the rounds: milliseconds, the speed of one way as a multiple of the other's,
 and CPU time of client and node together.
@@ -18,9 +19,11 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from unittest import mock
 
 from benchmarks.pool_values import CLIENT_BYTES, Ours, Theirs, our_pool, speedup, upstream_store
@@ -33,6 +36,7 @@ from mooncake.kvstore.client import block_reader
 from mooncake.transfer.engine import MAX_ANSWER_BYTES
 
 LEAST_BLOCK = 2**10
+PROTECTED = ("mac", "encrypt")
 EXAMPLES = """examples:
   python -m benchmarks pool-questions
   python -m benchmarks pool-questions --sizes 64KiB,1MiB --keys 1 --rounds 100 --no-upstream
@@ -57,9 +61,17 @@ def pins_alone() -> Iterator[None]:
 class Turns:
     """The turns of one case, and their figures."""
 
-    def __init__(self, case: Case, ours: Ours, theirs: Theirs | None) -> None:
+    def __init__(
+        self,
+        case: Case,
+        ours: Ours,
+        theirs: Theirs | None,
+        protected: Mapping[str, Ours] = MappingProxyType({}),
+    ) -> None:
+        """`protected`: the kind of protection -> a pool that has it."""
         self.case = case
         self.rounds: Rounds = {}
+        self._protected = protected
         self._ours = ours
         self._theirs = theirs
 
@@ -86,6 +98,11 @@ class Turns:
         for way in ways if number % 2 else ways[::-1]:
             self._note(way, lambda: self._ours.get(name, start, size), way)
         self._ours.remove(name, size)
+        for kind, pool in self._protected.items():
+            self._add(f"{kind} put", pool.put(name, start, size))
+            pool.get(name, start, size)
+            self._add(f"{kind} get", pool.get(name, start, size))
+            pool.remove(name, size)
         if self._theirs is not None:
             # A name that was removed is not used again: its lease may still run.
             other = f"{name}.{size}.{num_keys}"
@@ -139,6 +156,16 @@ def table(figures: dict[Case, Rounds]) -> str:
             "upstream put ms": lambda row: _ms(row, "upstream put"),
             "speed of put / upstream": lambda row: _ratio(row, "put", "upstream put"),
         }
+    for kind in PROTECTED:
+        if all(f"{kind} get" in row for row in figures.values()):
+            columns |= {
+                f"speed of get with {kind} / without": partial(
+                    _ratio, ours=f"{kind} get", theirs="question get"
+                ),
+                f"speed of put with {kind} / without": partial(
+                    _ratio, ours=f"{kind} put", theirs="put"
+                ),
+            }
     lines = ["| value | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
     for case, row in figures.items():
         cells = " | ".join(show(row) for show in columns.values())
@@ -165,8 +192,12 @@ def main(argv: Sequence[str]) -> int:
         store = None if reason is not None else opened.enter_context(upstream_store(ends))
         for case in args.cases:
             theirs = None if store is None else store.cut(case[1])
-            with our_pool("tcp", ends, case[0] // case[1]) as ours:
-                turns = Turns(case, ours, theirs)
+            with ExitStack() as of_case:
+                pools = {
+                    kind: of_case.enter_context(our_pool("tcp", ends, case[0] // case[1], kind))
+                    for kind in ("none", *(PROTECTED if args.protected else ()))
+                }
+                turns = Turns(case, pools.pop("none"), theirs, pools)
                 turns.run(args.rounds)
             figures[case] = turns.rounds
             print(f"{title(case)} done", file=sys.stderr)
@@ -195,6 +226,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--no-upstream", action="store_true", help="measure ours alone")
     parser.add_argument(
         "--apart", action="store_true", help="each end has cores of its own, as on two machines"
+    )
+    parser.add_argument(
+        "--protected", action="store_true", help="measure gets and puts with protection, too"
     )
     parser.add_argument("--json", type=Path, help="write seconds of every round to this file")
     args = parser.parse_args(argv)

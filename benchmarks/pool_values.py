@@ -47,7 +47,7 @@ from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.telemetry.events import Recorders
 from mooncake.transfer.engine import Asked
-from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.factory import AUTO, TransferConfig, choose_protection, open_transfer
 
 MIB = 2**20
 NODE_BYTES = 1024 * MIB
@@ -75,7 +75,7 @@ class CountingNode(KvNode):
         super().handle(event, now)
 
 
-def serve_node(pipe: Connection, block_bytes: int) -> None:
+def serve_node(pipe: Connection, block_bytes: int, protection: str) -> None:
     """One pool node and the pool's registry, driven until the pipe ends them. Before that, anything
     that comes through the pipe is answered with the CPU seconds of this process so far and the
     number of its questions.
@@ -90,7 +90,10 @@ def serve_node(pipe: Connection, block_bytes: int) -> None:
     registry = Gateway(
         scheduler, gateway, Conductor(scheduler, ids), registry_channel, ids, Recorders()
     )
-    wanted = TransferConfig(secret=SECRET, host=machine_facts.boot_id(), protocols=["tcp", "shm"])
+    wanted = TransferConfig(
+        secret=SECRET, host=machine_facts.boot_id(), protocols=["tcp", "shm"],
+        protection=choose_protection(protection),
+    )  # fmt: skip
     transfer = open_transfer(wanted, "values-node", clock)
     hello = WorkerHello(
         worker=WorkerRef("kv", "e1", channel.address), role=Role.KVSTORE, node_id="n", host="h",
@@ -166,18 +169,24 @@ class Ours:
 
 
 @contextmanager
-def our_pool(protocol: str, ends: Ends, block_bytes: int = MIB) -> Iterator[Ours]:
-    """A node in a process of its own, and a client of it here."""
+def our_pool(
+    protocol: str, ends: Ends, block_bytes: int = MIB, protection: str = AUTO
+) -> Iterator[Ours]:
+    """A node in a process of its own, and a client of it here. `protection`: one of
+    `--transfer-protection`, at both ends.
+    """
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=serve_node, args=(theirs, block_bytes), daemon=True)
+    process = context.Process(
+        target=serve_node, args=(theirs, block_bytes, protection), daemon=True
+    )
     with ends.other():
         process.start()
     store, gateway = pipe.recv()
     settings = PoolSessionConfig(
         gateway_address=gateway, cluster_secret=SECRET, layout=layout_of(block_bytes),
         store_address=store, transfer_protocols=[protocol],
-        num_places=CLIENT_BYTES // block_bytes,
+        num_places=CLIENT_BYTES // block_bytes, transfer_protection=protection,
     )  # fmt: skip
     with PoolSession(settings) as session:
         yield Ours(session, pipe)
