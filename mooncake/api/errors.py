@@ -175,7 +175,7 @@ def _parse(body: bytes) -> Any:
 
 def shorten(value: object) -> str:
     """Return a client's value for a message, cut to a sensible length."""
-    text = repr(value)
+    text = repr(value[:MAX_ECHO_CHARS] if isinstance(value, str) else value)
     return text if len(text) <= MAX_ECHO_CHARS else f"{text[: MAX_ECHO_CHARS - 1]}…"
 
 

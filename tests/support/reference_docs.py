@@ -358,7 +358,11 @@ def prices() -> list[str]:
     doors = [
         ["bytes of one body", f"{config.max_body_bytes:,}", "413"],
         ["cost of the values in one body", f"{config.max_body_cost:,}", "413"],
-        ["bytes of the bodies of running requests", f"{config.max_inflight_body_bytes:,}", "429"],
+        [
+            "bytes of the bodies of running requests, and of the replies of `/tokenize` and "
+            "`/detokenize` until they are taken",
+            f"{config.max_inflight_body_bytes:,}", "429",
+        ],
         [
             "bytes of the log-probabilities of running requests, each with its longest answer "
             f"({LOGPROB_BYTES} for one)",
@@ -379,7 +383,8 @@ def prices() -> list[str]:
         ],
         ["token ids for `/detokenize`", "1 context of the model", "400"],
         [
-            "open connections", f"{config.max_connections:,}",
+            "open connections, or fewer where the process may open too few files",
+            f"{config.max_connections:,}",
             "the oldest that has proven no key is closed; if all have, the oldest for which "
             "nothing is computed",
         ],

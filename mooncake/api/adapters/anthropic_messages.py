@@ -37,7 +37,7 @@ from mooncake.api.schema.messages import (
     PromptFields,
     Turn,
 )
-from mooncake.api.schema.replies import encode
+from mooncake.api.schema.replies import encode, raw
 from mooncake.api.text.answer import Delta, Piece, ToolCallDelta
 from mooncake.base import MooncakeError
 
@@ -128,14 +128,16 @@ def _other_turns(turn: Turn) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     for block in turn.content:
         if block.type == "tool_result":
-            text = _text(block.content or "")
-            turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+            texts = [_text(block.content or "")]
+            turns.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": texts})
         elif block.type == "text":
             if not turns or turns[-1]["role"] != turn.role:
-                turns.append({"role": turn.role, "content": ""})
-            turns[-1]["content"] += block.text or ""
+                turns.append({"role": turn.role, "content": []})
+            turns[-1]["content"].append(block.text or "")
         if turns:
             _mark(turns[-1], [block])
+    for each in turns:
+        each["content"] = "".join(each["content"])
     return turns or [{"role": turn.role, "content": ""}]
 
 
@@ -241,7 +243,7 @@ class MessageStream:
         if isinstance(piece, ToolCallDelta):
             assert piece.call_id is not None
             assert piece.name is not None
-            block = ToolUseBlock(piece.call_id, piece.name)
+            block = ToolUseBlock(piece.call_id, piece.name, raw({}))
             self._open_call = piece.index
         else:
             block = ThinkingBlock() if piece.is_reasoning else TextBlock()
@@ -273,7 +275,7 @@ class MessageStream:
         self._parts.clear()
         events: list[bytes] = []
         if isinstance(block, ToolUseBlock):
-            block.input = arguments_so_far(text)
+            block.input = raw(arguments_so_far(text))
         elif isinstance(block, TextBlock):
             block.text = text
         else:

@@ -103,6 +103,9 @@ def _turns(items: Sequence[InputItem]) -> list[dict[str, Any]]:
             if not _goes_on(turns, item):
                 turns.append({"role": "assistant", "content": ""})
             _add(turns[-1], item)
+    for turn in turns:
+        if "reasoning" in turn:
+            turn["reasoning"] = "".join(turn["reasoning"])
     return turns
 
 
@@ -125,8 +128,7 @@ def _add(turn: dict[str, Any], item: InputItem) -> None:
         call = {"id": item.call_id, "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
     else:
-        text = _text(item.content) or _text(item.summary)
-        turn["reasoning"] = turn.get("reasoning", "") + text
+        turn.setdefault("reasoning", []).append(_text(item.content) or _text(item.summary))
 
 
 def _text(content: ItemContent) -> str:

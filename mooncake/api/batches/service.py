@@ -44,8 +44,10 @@ MAX_FILES = 100_000
 """Files of one tenant: small ones take more than their bytes."""
 BUSY_RETRY_S = 60.0
 """Retry advice for a tenant with too many batches."""
-READ_BYTES = 1 << 20
-"""Bytes of a file that are read or written at a time."""
+WRITE_BYTES = 1 << 20
+"""Bytes of an upload that are written at a time."""
+READ_BYTES = 1 << 16
+"""Bytes of a file that are read at a time. A client that is slow to take them holds as many."""
 _FILENAME = re.compile(rf"[^\x00-\x1f\x7f]{{1,{MAX_FILENAME_CHARS}}}")
 
 Made = TypeVar("Made")

@@ -37,6 +37,9 @@ MAX_PATTERNS = 3
 a mask about ten times as expensive: with six it takes seconds.
 """
 
+MAX_REFERENCE_CHARS = 2_048
+"""A longer reference leads nowhere. It is not split into its steps, which may be millions."""
+
 MAPS_OF_SCHEMAS = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )
@@ -256,7 +259,7 @@ def follow_reference(reference: str, root: dict[str, Any]) -> Any:
     """Return the target of a local reference (a JSON pointer); None if it has none."""
     if reference == "#":
         return root
-    if not reference.startswith("#/"):
+    if not reference.startswith("#/") or len(reference) > MAX_REFERENCE_CHARS:
         return None
     found: Any = root
     for step in reference[2:].split("/"):

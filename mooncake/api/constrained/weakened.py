@@ -14,6 +14,7 @@ from typing import Any
 from mooncake.api.constrained.schema_graph import (
     MAPS_OF_SCHEMAS,
     MAX_NESTING,
+    MAX_REFERENCE_CHARS,
     PLAIN_VALUES,
     follow_reference,
 )
@@ -148,6 +149,8 @@ class _Weakening:
             seen.add(reference)
             if not (reference == "#" or reference.startswith("#/")):
                 return False
+            if len(reference) > MAX_REFERENCE_CHARS:
+                return True
             if any(step in _MOVED for step in reference.split("/")):
                 return False
             target = follow_reference(reference, self._root)

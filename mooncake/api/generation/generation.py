@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import msgspec
 
@@ -221,6 +223,17 @@ class Choice:
             self._stop_reason = stop_id
 
 
+class _Totals(NamedTuple):
+    """What the choices of a call have together. Chunks of a stream may each say it, so it is not
+    counted anew for each: there may be a thousand in a step.
+    """
+
+    num_output_tokens: int
+    num_reasoning_tokens: int
+    num_cached_tokens: int
+    cache: CacheUse | None
+
+
 class Call:
     """All sequences of one call. Leaving the `async with` block aborts those that still run."""
 
@@ -253,6 +266,7 @@ class Call:
         }
         self._stream = stream
         self._review = review
+        self._known_totals: _Totals | None = None
 
     @property
     def chooses(self) -> bool:
@@ -330,6 +344,7 @@ class Call:
 
     def _feed(self, events: Sequence[OutputEvent]) -> list[Choice]:
         """Feed the choices and return those that have something new."""
+        self._known_totals = None
         fed: dict[int, Choice] = {}
         for event in events:
             choice = self._by_id[event.request_id]
@@ -342,14 +357,14 @@ class Call:
                 self._stream.abort(event.request_id)  # a stop string ended it
         return list(fed.values())
 
-    @property
+    @cached_property
     def num_prompt_tokens(self) -> int:
         """Number of tokens of all prompts. Each prompt counts once, however many choices it has."""
         return sum(len(request.prompt_tokens) for request in self._firsts)
 
     @property
     def num_output_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self.choices)
+        return self._totals.num_output_tokens
 
     @property
     def max_logprobs(self) -> int:
@@ -382,22 +397,32 @@ class Call:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        return sum(choice.num_reasoning_tokens for choice in self.choices)
+        return self._totals.num_reasoning_tokens
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that were found in a cache, for the first choice of each prompt."""
-        firsts = self.choices[:: self._num_per_prompt]
-        return sum(choice.num_cached_tokens or 0 for choice in firsts)
+        return self._totals.num_cached_tokens
 
     @property
     def cache(self) -> CacheUse | None:
         """What became of the prompts' tokens, for the same choices; None before the first has
         ended.
         """
-        uses = [choice.cache for choice in self.choices[:: self._num_per_prompt]]
-        known = [use for use in uses if use is not None]
-        return sum(known[1:], known[0]) if known else None
+        return self._totals.cache
+
+    @property
+    def _totals(self) -> _Totals:
+        if self._known_totals is None:
+            firsts = self.choices[:: self._num_per_prompt]
+            known = [choice.cache for choice in firsts if choice.cache is not None]
+            self._known_totals = _Totals(
+                sum(choice.num_tokens for choice in self.choices),
+                sum(choice.num_reasoning_tokens for choice in self.choices),
+                sum(choice.num_cached_tokens or 0 for choice in firsts),
+                sum(known[1:], known[0]) if known else None,
+            )
+        return self._known_totals
 
 
 def _mean_logprob(delta: Delta) -> float:

@@ -124,12 +124,13 @@ class _LimitedProtocol(HttpToolsProtocol):
         between two requests, otherwise the oldest one of whose request the head is not here or the
         answer has been given; otherwise this one.
         """
-        for connection in list(self.unproven):
-            connection.promote()
-        strangers = (each for each in self.unproven if each is not self)
-        idle = (each for each in self.proven if each.is_idle)
-        unserved = (each for each in self.proven if each.is_unserved)
-        closed = next(strangers, None) or next(idle, None) or next(unserved, self)
+        closed = next(iter(self.unproven))  # each is looked at until it is known, and not again
+        while closed is not self and closed.promote():
+            closed = next(iter(self.unproven))
+        if closed is self:
+            idle = (each for each in self.proven if each.is_idle)
+            unserved = (each for each in self.proven if each.is_unserved)
+            closed = next(idle, None) or next(unserved, self)
         _log.warning(
             "a connection was closed: more than %d are open (`max-connections`)",
             self.limits.max_connections,
@@ -137,11 +138,17 @@ class _LimitedProtocol(HttpToolsProtocol):
         closed.forget()
         closed.transport.abort()
 
-    def promote(self) -> None:
-        """Count this connection as proven from now on, if its last request was let in."""
-        if self in self.unproven and self.cycle and self.cycle.scope["state"].get("is_proven"):
-            del self.unproven[self]
-            self.proven[self] = None
+    def promote(self) -> bool:
+        """Count this connection as proven from now on, if its last request was let in. Return
+        whether it was.
+        """
+        if not (
+            self in self.unproven and self.cycle and self.cycle.scope["state"].get("is_proven")
+        ):
+            return False
+        del self.unproven[self]
+        self.proven[self] = None
+        return True
 
     @property
     def is_idle(self) -> bool:

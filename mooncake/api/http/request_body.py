@@ -10,6 +10,7 @@ while a body arrives.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -30,6 +31,8 @@ SESSION = "x-session-id"
 Body = TypeVar("Body", bound=RequestBody)
 TURN_BYTES = 1 << 20
 """After about this many bytes of a body, other requests get a turn."""
+PIECE_CHARS = 1 << 16
+"""JSON texts in strings are looked at in pieces of this size, as bodies arrive."""
 MAX_COST_HERE = 1 << 14
 """The most costly body that is validated in the event loop: it takes a few milliseconds."""
 
@@ -48,10 +51,16 @@ class JsonCost:
         self._in_string = False
         self._rest = b""
 
-    def add_text(self, text: str) -> None:
-        """Add a JSON text that was a string in the text before."""
-        self._begin()
-        self.add(text.encode("utf-8", "surrogatepass"))
+    def texts(self, texts: Iterable[str]) -> Iterator[int]:
+        """Add JSON texts that were strings in the text before, piece by piece; yield the bytes of
+        each piece.
+        """
+        for text in texts:
+            self._begin()
+            for start in range(0, len(text), PIECE_CHARS):
+                piece = text[start : start + PIECE_CHARS].encode("utf-8", "surrogatepass")
+                self.add(piece)
+                yield len(piece)
 
     def add(self, part: bytes) -> None:
         """Add the next part. Characters inside strings cost nothing."""
@@ -84,9 +93,10 @@ async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -
     else:
         working = api_server.tokenizing.run(lambda: _validated(kind, body), tenant_of(request))
         fields = await unless_gone(request, working)
-    for text in fields.json_texts:
-        cost.add_text(text)
+    since_turn = 0
+    for num_bytes in cost.texts(fields.json_texts):
         _check_size(len(body), cost.total, config)
+        since_turn = await _turn(since_turn + num_bytes)
     api_server.check_body(fields)
     if isinstance(fields, SharedFields):
         if fields.seed is None:
@@ -123,11 +133,16 @@ async def read_json(request: Request, config: ApiConfig) -> tuple[bytes, JsonCos
         _check_size(size, cost.total, config)
         request.state.in_flight.add_bytes(len(part))
         parts.append(part)
-        since_turn += len(part)
-        if since_turn > TURN_BYTES:
-            await asyncio.sleep(0)  # other tasks' turn: what has arrived is read without a wait
-            since_turn = 0
+        since_turn = await _turn(since_turn + len(part))
     return b"".join(parts), cost
+
+
+async def _turn(num_bytes: int) -> int:
+    """Give other tasks their turn after `TURN_BYTES`; return the bytes read since the last turn."""
+    if num_bytes <= TURN_BYTES:
+        return num_bytes
+    await asyncio.sleep(0)  # what has arrived is read without a wait
+    return 0
 
 
 def _validated(kind: type[Body], body: bytes) -> Body:

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +36,8 @@ within milliseconds.
 """
 REST_S = 0.5
 """When descriptors run out, no connection is accepted for this long."""
+OTHER_FILES = 2048
+"""Descriptors for all but connections of clients: sockets to workers, files, libraries."""
 RENEWAL_S = 2.0
 """Seconds between two looks at the files of a certificate."""
 
@@ -76,6 +80,27 @@ def bind(config: ApiConfig) -> socket.socket:
     # protocol; without it a head and the event after it are 40 ms apart (delayed ACKs).
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def fitted(config: ApiConfig) -> ApiConfig:
+    """Return `config` with no more connections than this process has descriptors for: without a
+    free one it could accept no client, whatever gives way. The process' own limit is raised first,
+    as far as it may be; often it is 1,024.
+    """
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = config.max_connections + OTHER_FILES
+    if not 0 <= limit < wanted:  # negative: there is no limit
+        return config
+    limit = wanted if most < 0 else min(wanted, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    if limit == wanted:
+        return config
+    fits = max(1, min(config.max_connections, max(limit - OTHER_FILES, limit // 2)))
+    _log.warning(
+        "only %d connections are kept open, not %d (`max-connections`): this process may open %d "
+        "files (ulimit -n)", fits, config.max_connections, limit,
+    )  # fmt: skip
+    return replace(config, max_connections=fits)
 
 
 def _tls_settings(tls: TlsFiles | None) -> dict[str, Any]:
@@ -208,7 +233,7 @@ async def serve(
         timeout_keep_alive=config.keep_alive_s,
         timeout_graceful_shutdown=int(config.drain_s + GRACE_S) + 1,
         server_header=False,
-        http=limited_protocol(config),
+        http=limited_protocol(fitted(config)),
         **_tls_settings(config.tls),
     )
     settings.load()

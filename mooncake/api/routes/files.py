@@ -10,7 +10,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from mooncake.api.batches.service import PURPOSE, READ_BYTES, BatchService, NewFile, expiry_of
+from mooncake.api.batches.service import (
+    PURPOSE,
+    READ_BYTES,
+    WRITE_BYTES,
+    BatchService,
+    NewFile,
+    expiry_of,
+)
 from mooncake.api.errors import ApiError, ErrorReply, shorten
 from mooncake.api.http.multipart import FormSplitter, Head, boundary_of
 from mooncake.api.http.response import json_response, tenant_of
@@ -170,7 +177,7 @@ async def _upload(request: Request, service: BatchService) -> FileObject:
         )
     length = request.headers.get("content-length", "0")
     num_bytes = max(0, int(length[:18]) - FORM_BYTES) if length.isdecimal() else 0
-    request.state.in_flight.add_bytes(READ_BYTES)
+    request.state.in_flight.add_bytes(WRITE_BYTES)
     file = await service.begin_file(tenant_of(request), num_bytes)
     form = _Form(service, file)
     try:
@@ -191,7 +198,7 @@ async def _upload(request: Request, service: BatchService) -> FileObject:
 
 
 class _Form:
-    """The fields of one upload: words in memory, the file in pieces of `READ_BYTES`."""
+    """The fields of one upload: words in memory, the file in pieces of `WRITE_BYTES`."""
 
     def __init__(self, service: BatchService, file: NewFile) -> None:
         self._service = service
@@ -215,7 +222,7 @@ class _Form:
         self._pieces.append(part)
         self._num_bytes += len(part)
         if self._is_file:
-            if self._num_bytes >= READ_BYTES:
+            if self._num_bytes >= WRITE_BYTES:
                 await self._write()
         elif self._num_bytes > MAX_WORD_BYTES:
             name = self._field.name if self._field is not None else ""

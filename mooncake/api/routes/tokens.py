@@ -38,7 +38,7 @@ def token_routes(api_server: ApiServer) -> Router:
         body = await read_body(request, TokenizeRequest, api_server)
         # A long text takes seconds, in which no stream may stutter.
         work = api_server.tokenizing.run(lambda: _tokenized(api_server, body), tenant_of(request))
-        return json_response(await unless_gone(request, work))
+        return _held(request, await unless_gone(request, work))
 
     @router.post("/detokenize", described=operation(DetokenizeRequest, DetokenizeReply, ErrorReply))
     async def detokenize(request: Request) -> Response:
@@ -55,7 +55,7 @@ def token_routes(api_server: ApiServer) -> Router:
         work = api_server.tokenizing.run(
             lambda: encode(DetokenizeReply(decode(body.tokens))), tenant_of(request)
         )
-        return json_response(await unless_gone(request, work))
+        return _held(request, await unless_gone(request, work))
 
     @router.get("/tokenizer_info", described=operation(None, TokenizerInfoReply, ErrorReply))
     async def tokenizer_info() -> Response:
@@ -67,6 +67,17 @@ def token_routes(api_server: ApiServer) -> Router:
         return json_response(encode(reply))
 
     return router
+
+
+def _held(request: Request, reply: bytes) -> Response:
+    """Return a reply that may be many times as long as its body. Until the client has taken it, it
+    counts among the bodies in memory.
+
+    Raises:
+        Limited: they fill the memory for them.
+    """
+    request.state.in_flight.add_bytes(len(reply))
+    return json_response(reply)
 
 
 def _tokenized(api_server: ApiServer, body: TokenizeRequest) -> bytes:

@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints, WithJsonSchema
 
+from mooncake.api.errors import shorten
 from mooncake.api.schema.fields import JsonObject, RequestBody
 
 MAX_METADATA = 16
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * 24 * 3600
 MAX_WINDOW_H = 168
 
-Word = Annotated[str, StringConstraints(max_length=64)]
-Value = Annotated[str, StringConstraints(max_length=512)]
+MAX_WORD_CHARS, MAX_VALUE_CHARS = 64, 512
 Id = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+
+
+def _check_metadata(metadata: dict[str, Any]) -> dict[str, str]:
+    """Check them one after another, up to the first mistake: there may be very many."""
+    if len(metadata) > MAX_METADATA:
+        raise ValueError(f"must have at most {MAX_METADATA} entries")
+    for name, value in metadata.items():
+        if not isinstance(value, str):
+            raise ValueError(f"the value of {shorten(name)} must be a string")
+        if len(name) > MAX_WORD_CHARS or len(value) > MAX_VALUE_CHARS:
+            raise ValueError(
+                f"{shorten(name)}: a name has at most {MAX_WORD_CHARS} characters, and a value "
+                f"{MAX_VALUE_CHARS}"
+            )
+    return metadata
+
+
+Metadata = Annotated[
+    dict[str, Any],
+    AfterValidator(_check_metadata),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": "string", "maxLength": MAX_VALUE_CHARS},
+            "propertyNames": {"maxLength": MAX_WORD_CHARS},
+            "maxProperties": MAX_METADATA,
+        }
+    ),
+]
 
 
 class ExpiresAfter(JsonObject):
@@ -31,7 +60,7 @@ class BatchRequest(RequestBody):
     input_file_id: Id
     endpoint: Id
     completion_window: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,2}h$")] = "24h"
-    metadata: Annotated[dict[Word, Value], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
 

@@ -144,6 +144,7 @@ MAX_TOOLS = 1024
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_ITEMS)]
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+Documents = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_ITEMS)]
 
 
 class NamedFunction(JsonObject):
@@ -176,7 +177,7 @@ class ChatRequest(GenerationFields):
     """"none" turns reasoning off if the model allows it; other values go to its template."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Documents | None = None
 
     @property
     def keep_s(self) -> float:

@@ -145,7 +145,7 @@ class StructuredOutputs(JsonObject):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Texts | None = None
     grammar: str | None = None
     """Lark or GBNF."""
     json_object: bool | None = None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from mooncake.api.schema.replies import SchemaError
+from mooncake.api.schema.replies import RawObject, SchemaError
 from mooncake.base.request import CacheUse
 
 
@@ -29,7 +27,7 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
 
     id: str
     name: str
-    input: dict[str, Any] = {}
+    input: RawObject
 
 
 AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock

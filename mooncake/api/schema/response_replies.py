@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
-from mooncake.api.schema.replies import ChatLogprob, SchemaError
+from mooncake.api.schema.replies import ChatLogprob, RawList, RawObject, SchemaError
 from mooncake.base.request import CacheUse
 
 
@@ -94,23 +94,23 @@ class ResponseReply(msgspec.Struct, kw_only=True):
     incomplete_details: dict[str, Any] | None = None
     instructions: str | None
     max_output_tokens: int | None
-    metadata: dict[str, Any]
+    metadata: RawObject
     model: str
     output: list[Item] = []
     parallel_tool_calls: bool
     previous_response_id: str | None = None
-    reasoning: dict[str, Any]
+    reasoning: RawObject
     service_tier: str = "default"
     store: bool = False
     temperature: float
-    text: dict[str, Any]
-    tool_choice: Any
-    tools: list[Any]
+    text: RawObject
+    tool_choice: Raw
+    tools: RawList
     top_logprobs: int
     top_p: float
     truncation: str
     usage: ResponseUsage | None = None
-    user: Any = None
+    user: Raw
     schema_errors: list[SchemaError] | UnsetType = UNSET
 
 

@@ -56,6 +56,8 @@ class _Pull:
     """Blocks of the order that are already here: they are in the answer to the sender."""
     is_full: bool
     """True if there was no room for the others."""
+    known: frozenset[BlockKey]
+    """The same as `keys`."""
     unwanted: set[BlockKey] = field(default_factory=set)
     """Blocks that were removed from the pool meanwhile."""
 
@@ -161,7 +163,7 @@ class Replicator:
         if not granted:
             self._answer(order, here, is_full=is_full)
             return
-        pull = _Pull(order, list(granted), here, is_full)
+        pull = _Pull(order, list(granted), here, is_full, frozenset(granted))
         places = self._arena.at(self._dram.offsets(pull.keys))
         deadline_s = now + self._config.replicate_timeout_s
         ended = partial(self._on_read, pull)
@@ -223,7 +225,7 @@ class Replicator:
     def forget(self, key: BlockKey) -> None:
         """Drop a block that was removed from the pool, if it is being pulled."""
         for pull in self._pulls.values():
-            if key in pull.keys:
+            if key in pull.known:
                 pull.unwanted.add(key)
 
     def on_peer_lost(self, worker: WorkerRef, now: float) -> None:

@@ -109,15 +109,17 @@ class PutSessions:
             self._peers.remember_ended(message.writer, "put", message.ticket)
             return
         dram = self._blocks.dram
-        written = [key for key in dict.fromkeys(message.written) if key in grant.pending]
-        dropped = [key for key in dict.fromkeys(message.dropped) if key in grant.pending]
-        dropped = [key for key in dropped if key not in written]
+        pending, named = grant.pending, dict.fromkeys(message.written)
+        written = [key for key in named if key in pending]
+        others = pending.keys() - named
+        dropped = [key for key in dict.fromkeys(message.dropped) if key in others]
         self._blocks.take_back(message.writer, [*written, *dropped], write=True)
         for key in written:
             del grant.pending[key]
         dram.commit(written)
-        if len(message.checksums) == len(message.written):
-            known = dict(zip(message.written, message.checksums, strict=True))
+        checksums = message.checksums  # negative ones would fit no record of a disk
+        if len(checksums) == len(message.written) and min(checksums, default=0) >= 0:
+            known = dict(zip(message.written, checksums, strict=True))
             for key in written:
                 dram.learn_checksum(key, known[key])
         self._blocks.hashing.stored(written)

@@ -30,11 +30,20 @@ from mooncake.base import Failure, FinishReason, GenerateRequest, Priority
 from mooncake.telemetry.audit import MOST_A_MINUTE, configure_audit
 from mooncake.telemetry.events import EventList, Refused
 from mooncake.telemetry.health import Vitals
-from tests.support.api.server import Script, ScriptedBackend, answer, refusal, says, tiny_model
+from tests.support.api.server import (
+    Script,
+    ScriptedBackend,
+    answer,
+    refusal,
+    says,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
 LIMIT_S = 60.0
+LONG_TOKEN = tiny_tokenizer().special_id("<|tool_calls_section_begin|>")
 
 
 class Hand:
@@ -167,6 +176,33 @@ def test_bodies_of_running_requests_have_a_bound_and_no_key_takes_all() -> None:
             assert reply.status_code == 400
         (refused,) = [event for event in events.events if isinstance(event, Refused)]
         assert (refused.status, refused.reason) == (429, "body_bytes_in_flight")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "xy" * 250}),
+        ("/detokenize", {"tokens": [LONG_TOKEN] * 200}),
+    ],
+)
+def test_replies_that_are_longer_than_their_bodies_count_among_these(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise one key could have the server hold gigabytes by reading replies slowly."""
+    monkeypatch.setattr("mooncake.api.http.access.LEAST_BODY_BYTES", 1)
+
+    async def main() -> None:
+        backend = ScriptedBackend(hangs)
+        statuses: list[int] = []
+        for num_bytes in (3_000, 30_000):
+            limits = {"max_inflight_body_bytes": num_bytes}
+            async with limited_api_server(backend, key("alice"), limits=limits) as client:
+                reply = await client.post(path, json=body, headers=bearer("alice"))
+                assert len(json.dumps(body)) < 1_500
+                statuses.append(reply.status_code)
+        assert statuses == [429, 200]
 
     asyncio.run(main())
 

@@ -15,7 +15,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from openai.types import Batch
+from starlette.types import Message, Receive, Scope, Send
 
+from mooncake.api.app import create_app
 from mooncake.api.batches import runner
 from mooncake.api.batches.runner import BYTES_HERE
 from mooncake.api.batches.store import BatchRow, BatchStore
@@ -32,6 +34,7 @@ from tests.support.api.server import (
     live_api_server,
     refusal,
     says,
+    tiny_model,
     tiny_tokenizer,
 )
 
@@ -299,6 +302,35 @@ def test_a_large_file_comes_back_byte_for_byte(tmp_path: Path) -> None:
         assert (await client.files.content(file.id)).content == content
 
     run(tmp_path, play)
+
+
+def test_a_client_that_reads_a_file_slowly_holds_little_of_it(tmp_path: Path) -> None:
+    """A message of the application is in memory until the client has taken it."""
+    sizes: list[int] = []
+
+    async def main() -> None:
+        app = create_app(ScriptedBackend(says("hello")), tiny_model(), config(tmp_path))
+
+        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+            async def noted(message: Message) -> None:
+                sizes.append(len(message.get("body", b"")))
+                await send(message)
+
+            await app(scope, receive, noted)
+
+        transport = httpx.ASGITransport(watched)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            form = {"purpose": "batch"}
+            content = {"file": ("in.jsonl", b"x" * 1_000_000)}
+            made = (await client.post("/v1/files", data=form, files=content)).json()
+            sizes.clear()
+            await client.get(f"/v1/files/{made['id']}/content")
+        await app.state.batches.close()
+        app.state.api_server.close()
+
+    asyncio.run(main())
+    assert sum(sizes) == 1_000_000
+    assert max(sizes) <= 1 << 16
 
 
 def test_pages_of_lists(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from mooncake.api.config import ApiConfig
-from mooncake.api.http import server
+from mooncake.api.http import connection, server
 from mooncake.api.http.connection import UVICORN, check_uvicorn
 from mooncake.api.http.event_loop import run_in_loop
 from mooncake.api.http.server import bind
@@ -484,6 +484,66 @@ def test_requests_that_are_begun_and_never_sent_keep_no_client_out(begun: bytes)
                 assert b"200 OK" in await answered(late)
 
     asyncio.run(main())
+
+
+def test_a_flood_of_strangers_is_not_looked_at_again_for_each_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[object] = []
+    promote = connection._LimitedProtocol.promote
+    monkeypatch.setattr(
+        connection._LimitedProtocol, "promote", lambda self: looks.append(self) or promote(self)
+    )
+
+    async def main() -> None:
+        limits = config(max_connections=20, api_keys=("sesame",))
+        async with (
+            live_api_server(ScriptedBackend(says("hello")), config=limits) as url,
+            contextlib.AsyncExitStack() as opened,
+        ):
+            flood = [await opened.enter_async_context(connected(url)) for _ in range(40)]
+            for reader, _ in flood[:20]:
+                assert await reader.read() == b""
+
+    asyncio.run(main())
+    assert len(looks) <= 40
+
+
+def test_there_are_no_more_connections_than_descriptors_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shells and units often give a process 1,024: silent connections would take them all."""
+    raised: list[tuple[int, int]] = []
+    limits, hard = config(api_keys=("sesame",)), 6
+    monkeypatch.setattr(server.resource, "getrlimit", lambda _: (4, hard))
+    monkeypatch.setattr(server.resource, "setrlimit", lambda _, both: raised.append(both))
+
+    async def main() -> None:
+        async with (
+            live_api_server(ScriptedBackend(says("hello")), config=limits) as url,
+            contextlib.AsyncExitStack() as opened,
+        ):
+            flood = [await opened.enter_async_context(connected(url)) for _ in range(4)]
+            async with asyncio.timeout(LIMIT_S / 2):
+                assert await flood[0][0].read() == b""
+            async with connected(url) as (late, to_late):
+                to_late.write(ask(b"sesame"))
+                assert b"200 OK" in await answered(late)
+
+    asyncio.run(main())
+    assert raised == [(hard, hard)]
+
+
+def test_the_limit_on_descriptors_is_raised_as_far_as_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits, raised = config(max_connections=100), list[tuple[int, int]]()
+    wanted = 100 + server.OTHER_FILES
+    monkeypatch.setattr(server.resource, "setrlimit", lambda _, both: raised.append(both))
+    for has, may in ((1024, 1 << 20), (1024, -1), (wanted, wanted), (-1, -1)):
+        monkeypatch.setattr(server.resource, "getrlimit", lambda _, both=(has, may): both)
+        assert server.fitted(limits) is limits
+    assert raised == [(wanted, 1 << 20), (wanted, -1)]
 
 
 def test_of_too_many_connections_the_oldest_that_proved_nothing_is_closed() -> None:

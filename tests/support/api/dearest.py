@@ -213,6 +213,8 @@ COMPLETION: dict[str, Dearest] = {
     # A tenant that is not alone gets no more permits at once.
     "prompt": Dearest(["a b c"] * 500, {"max_tokens": 4},
                       {"": ["a"] * (LIMITS.max_sequences + 1)}),
+    "stream_options": switch({"include_usage": True, "continuous_usage_stats": True},
+                             stream=True, PROMPT=["a b c"] * 500, max_tokens=24),
     "logprobs": number(20, 21, **LOGPROBS),
     "echo": switch(PROMPT=CONTEXT_IDS, logprobs=20, max_tokens=4),
 }  # fmt: skip

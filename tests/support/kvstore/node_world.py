@@ -57,6 +57,18 @@ def keys(*numbers: int) -> list[bytes]:
     return [key(number) for number in numbers]
 
 
+class CountedKey(bytes):
+    """A key that counts how often such keys are compared."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedKey.num_compared += 1
+        return bytes.__eq__(self, other)
+
+    __hash__ = bytes.__hash__
+
+
 def content(block: bytes, layer: int) -> bytes:
     """Return the bytes of a slice that no other block or layer has."""
     return (block + bytes([layer])).ljust(LAYOUT.slice_bytes, b"\xa5")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from mooncake.api.app import create_app
+from mooncake.api.config import ApiConfig
 from mooncake.api.errors import (
     error_headers,
     error_reply,
@@ -17,6 +20,7 @@ from mooncake.api.errors import (
     validation_error,
 )
 from mooncake.api.schema.chat import ChatRequest
+from mooncake.api.schema.fields import RequestBody
 from mooncake.base import (
     Failure,
     InternalError,
@@ -27,6 +31,7 @@ from mooncake.base import (
     Unauthorized,
     Unavailable,
 )
+from tests.support.api.server import ScriptedBackend, says, tiny_model
 
 
 def test_shape() -> None:
@@ -113,6 +118,16 @@ def test_values_of_clients_are_cut() -> None:
     assert len(shorten("x" * 10_000)) == 200
 
 
+def test_only_the_beginning_of_a_long_value_is_spelled_out() -> None:
+    """Spelling out a name of 16 MB of control characters would hold the event loop."""
+
+    class Long(str):
+        def __repr__(self) -> str:
+            raise AssertionError("all of it is spelled out")
+
+    assert shorten(Long("\x7f" * 10_000)) == "'" + "\\x7f" * 49 + "\\x…"
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -120,9 +135,41 @@ def test_values_of_clients_are_cut() -> None:
         {"messages": [{"role": "user"}], "stop_token_ids": ["x"] * 50_000},
         {"messages": [{"role": "user"}], "logit_bias": dict.fromkeys(map(str, range(50_000)), "x")},
         {"messages": [{"role": "user", "content": [{}] * 50_000}]},
+        {"messages": [{"role": "user"}], "documents": [5] * 50_000},
+        {"messages": [{"role": "user"}], "structured_outputs": {"choice": [5] * 50_000}},
     ],
 )
 def test_a_body_full_of_errors_is_judged_by_the_first(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         ChatRequest.model_validate_json(json.dumps(fields))
     assert caught.value.error_count() <= 3
+
+
+def containers(node: Any) -> Iterator[dict[str, Any]]:
+    """Yield the lists and the objects of any fields in a core schema of pydantic."""
+    if isinstance(node, dict):
+        if node.get("type") in ("list", "dict"):
+            yield node
+        for value in node.values():
+            yield from containers(value)
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from containers(value)
+
+
+def bodies(kind: type[RequestBody] = RequestBody) -> Iterator[type[RequestBody]]:
+    yield kind
+    for more in kind.__subclasses__():
+        yield from bodies(more)
+
+
+def test_no_field_of_any_body_can_hold_many_errors() -> None:
+    """To list 100,000 errors holds Python's lock, and so the event loop, for a second."""
+    create_app(ScriptedBackend(says("x")), tiny_model(), ApiConfig())  # imports all bodies
+    kinds = {kind.__name__: kind for kind in bodies()}
+    assert {"ChatRequest", "ResponsesRequest", "MessagesRequest", "BatchRequest"} <= kinds.keys()
+    found = [each for kind in kinds.values() for each in containers(kind.__pydantic_core_schema__)]
+    assert len(found) > 50
+    for each in found:
+        inner = each.get("items_schema" if each["type"] == "list" else "values_schema", {})
+        assert each.get("fail_fast") or inner.get("type", "any") == "any", each

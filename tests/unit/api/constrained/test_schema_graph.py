@@ -17,6 +17,7 @@ from mooncake.api.constrained.schema_graph import (
     MAX_PARTS,
     MAX_PROPERTIES,
     check_schema,
+    follow_reference,
 )
 from mooncake.api.text.answer import Marker
 from mooncake.base import InvalidRequest
@@ -49,6 +50,16 @@ def test_a_way_down_that_would_overflow_the_stack_is_refused(wrap: Wrap, length:
 def test_what_is_as_deep_as_allowed_compiles(wrap: Wrap) -> None:
     length = MAX_DEPTH // 3 - 2
     assert "a0" in json_rule(chain(length, wrap), "x")
+
+
+def test_a_reference_of_very_many_steps_is_not_followed() -> None:
+    """To split one of 16 MB would hold Python's lock, and with it the event loop."""
+    around: dict[str, Any] = {}
+    around["a"] = around
+    assert follow_reference("#" + "/a" * 1_000, around) is around
+    assert follow_reference("#" + "/a" * 2_000, around) is None
+    with pytest.raises(InvalidRequest, match="there is no '#/a/a"):
+        check_schema({"$ref": "#" + "/a" * 2_000}, "x")
 
 
 @pytest.mark.parametrize("defs", ["definitions", "x-mine", "properties", "$defs/0"])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterator
 
 import pytest
 
 from mooncake.api.backend import ABORTS_AT_ONCE, EventStream
 from mooncake.api.generation.generation import Call, Choice, TextOptions
+from mooncake.api.http.response import call_usage
+from mooncake.api.schema.replies import CachedTokens
 from mooncake.api.text.answer import TOOL_MARKERS, Delta, find_markers
 from mooncake.base import (
     Failure,
@@ -187,6 +190,37 @@ def test_call_merges_choices_and_counts_the_prompt_once() -> None:
         assert call.num_cached_tokens == 2
         assert call.num_output_tokens == 3 * len(TOKENIZER.encode(TEXT + "<|im_end|>"))
         assert backend.aborted == []
+
+    asyncio.run(main())
+
+
+class CountedList(list[Choice]):
+    """Choices that count how often somebody looks at all of them."""
+
+    num_looks = 0
+
+    def __iter__(self) -> Iterator[Choice]:
+        CountedList.num_looks += 1
+        return super().__iter__()
+
+
+def test_usage_in_all_chunks_of_a_step_is_counted_once() -> None:
+    """Otherwise the time for a step of a stream grows with the square of the choices: that of a
+    thousand held the event loop for a second.
+    """
+
+    async def main() -> None:
+        call = make_call(ScriptedBackend(says(TEXT, cached=2)), 20)
+        call.choices = CountedList(call.choices)
+        num_steps = num_output = 0
+        async with call:
+            while deltas := await call.deltas():
+                num_steps += 1
+                num_output += sum(len(delta.tokens) for delta in deltas)
+                usages = [call_usage(call) for _ in range(20)]
+                assert {usage.completion_tokens for usage in usages} == {num_output}
+        assert CountedList.num_looks <= 4 * num_steps
+        assert call_usage(call).prompt_tokens_details == CachedTokens(2)
 
     asyncio.run(main())
 

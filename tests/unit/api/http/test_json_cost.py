@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.api.http.request_body import ITEM_COST, NODE_COST, JsonCost
+from mooncake.api.http.request_body import ITEM_COST, NODE_COST, PIECE_CHARS, JsonCost
 
 TEXTS = st.text(alphabet='\\",:[]{}\n é你', max_size=12)
 VALUES = st.recursive(
@@ -44,6 +44,20 @@ def test_it_is_exact_at_every_cut(
     bounds = [0, *sorted(cuts), len(text)]
     parts = [text[a:b] for a, b in pairwise(bounds)]
     assert cost_of(*parts) == cost_of(text) == plain_cost(value)
+
+
+@given(st.lists(VALUES, max_size=3))
+def test_texts_in_strings_cost_what_they_hold(values: list[Any]) -> None:
+    cost, texts = JsonCost(), [json.dumps(value) for value in values]
+    assert sum(cost.texts(texts)) == sum(map(len, texts))
+    assert cost.total == sum(map(plain_cost, values))
+
+
+def test_long_texts_in_strings_are_looked_at_in_pieces() -> None:
+    """Looking at 8 MB of quotes as a whole would hold the event loop for a third of a second."""
+    pieces = list(JsonCost().texts(['"' * 1_000_000, "é" * 1_000_000]))
+    assert sum(pieces) == 3_000_000
+    assert max(pieces) <= 2 * PIECE_CHARS
 
 
 def test_escapes_cut_in_two() -> None:

@@ -1,4 +1,6 @@
-"""Answers grow by a token at a time: nothing on their way copies with each token what was there."""
+"""Answers grow by a token at a time, and turns of a conversation by a piece: nothing copies with
+each token or piece what was there.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from mooncake.api.adapters import anthropic_messages, openai_responses
 from mooncake.api.adapters.anthropic_messages import MessageStream
 from mooncake.api.adapters.openai_responses import ResponseStream
 from mooncake.api.adapters.python_call import OutputBuilder, completion_request
+from mooncake.api.schema.messages import Block, Turn
+from mooncake.api.schema.replies import raw
 from mooncake.api.schema.response_replies import ResponseReply
+from mooncake.api.schema.responses import InputItem
 from mooncake.api.text.answer import (
     Delta,
     Marker,
@@ -68,6 +73,18 @@ def deltas(pieces: list[Piece]) -> Iterator[Delta]:
 KINDS: list[Callable[[], list[Piece]]] = [texts, lambda: texts(is_reasoning=True), arguments]
 
 
+def test_reasoning_that_comes_in_many_items() -> None:
+    item = InputItem.model_construct(type="reasoning", content=Counted("word "))
+    [turn] = openai_responses._turns([item] * NUM)
+    assert turn["reasoning"] == "word " * NUM
+
+
+def test_turns_of_many_blocks() -> None:
+    block = Block.model_construct(type="text", text=Counted("word "))
+    turn = Turn.model_construct(role="user", content=[block] * NUM)
+    assert anthropic_messages._other_turns(turn) == [{"role": "user", "content": "word " * NUM}]
+
+
 def test_counting_sees_copies() -> None:
     held = SimpleNamespace(text=Counted(""))
     for _ in range(10):
@@ -102,9 +119,10 @@ def test_streams_of_responses_and_messages(
     monkeypatch.setattr(openai_responses, "encode", encode)
     monkeypatch.setattr(anthropic_messages, "encode", encode)
     reply = ResponseReply(
-        id="resp_1", created_at=0, instructions=None, max_output_tokens=None, metadata={},
-        model="m", parallel_tool_calls=True, reasoning={}, temperature=1.0, text={},
-        tool_choice="auto", tools=[], top_logprobs=0, top_p=1.0, truncation="disabled",
+        id="resp_1", created_at=0, instructions=None, max_output_tokens=None, metadata=raw({}),
+        model="m", parallel_tool_calls=True, reasoning=raw({}), temperature=1.0, text=raw({}),
+        tool_choice=raw("auto"), tools=raw([]), user=raw(None), top_logprobs=0, top_p=1.0,
+        truncation="disabled",
     )  # fmt: skip
     response = ResponseStream(reply, None)
     call: Any = SimpleNamespace(

@@ -12,7 +12,7 @@ from mooncake.kvstore.config import LEAST_CLIENT_BLOCKS, KvStoreConfig
 from mooncake.kvstore.node.peers import MAX_REMEMBERED, Peers
 from mooncake.sim.world.disk import SimMedium
 from mooncake.transfer.grants import FIRST_LOOK_S, Fence
-from tests.support.kvstore.node_world import NodeWorld, key
+from tests.support.kvstore.node_world import CountedKey, NodeWorld, key
 
 KEYS = [bytes([n]) * 16 for n in range(6)]
 WORKER = WorkerRef("decode-0", "e1", "tcp://10.0.0.8:1")
@@ -35,6 +35,30 @@ def test_a_put_is_lent_to_its_writer_until_each_block_has_ended() -> None:
     assert world.transfer.lent == Counter({("aa", at, True): 1 for at in (second, third)})
     world.end(A, grant, written=[KEYS[1]], dropped=[KEYS[1], KEYS[2], KEYS[2], KEYS[5]])
     assert not world.transfer.lent
+
+
+def test_an_end_of_many_blocks_compares_few() -> None:
+    """A client may name 32,768 blocks, half of them as dropped: the node does nothing else until
+    it has read them.
+    """
+    number = 400
+    world, wanted = NodeWorld(num_blocks=2 * number), [CountedKey(key(n)) for n in range(number)]
+    grant = world.start(A, list(wanted))
+    CountedKey.num_compared = 0
+    world.end(A, grant, written=wanted[::2], dropped=wanted)
+    assert CountedKey.num_compared < 20 * number
+    assert world.node.counters["blocks_put"] == world.node.counters["blocks_dropped"] == number / 2
+
+
+def test_a_checksum_that_none_can_be_is_not_remembered() -> None:
+    """It fits no record of a disk: the blocks that are written with it would be lost."""
+    world = NodeWorld()
+    for blocks, checksums in ((KEYS[:1], [-1]), (KEYS[1:2], [5])):
+        grant = world.start(A, blocks)
+        world.handle(
+            PutEnd(writer=A, ticket=grant.ticket, written=blocks, checksums=checksums)
+        )
+    assert world.pin(A, KEYS[:2]).checksums == [0, 5]
 
 
 def test_a_pin_is_lent_to_its_reader_as_often_as_it_pins() -> None:

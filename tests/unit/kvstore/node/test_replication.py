@@ -23,7 +23,7 @@ from mooncake.base import (
     packed_places,
 )
 from mooncake.base.messages import Replicate
-from mooncake.base.pool_messages import FindReplicas, ReplicasFound, TakenOver
+from mooncake.base.pool_messages import FindReplicas, RemoveBlocks, ReplicasFound, TakenOver
 from mooncake.kvstore import KvNode, KvStoreConfig
 from mooncake.kvstore.node.replication import MAX_CLIENT_PULLS, MAX_PULLS
 from mooncake.kvstore.node.sources import ANSWER_S
@@ -35,8 +35,10 @@ from tests.support.kvstore.node_world import (
     BLOCK,
     LAYOUT,
     REGION_ID,
+    CountedKey,
     LocalTransfer,
     NodeWorld,
+    key,
     keys,
 )
 from tests.support.kvstore.node_world import (
@@ -282,6 +284,16 @@ def test_one_client_s_orders_leave_pulls_to_others() -> None:
         asked.append(sum(isinstance(message, PinBlocks) for message in sent))
     assert asked == [MAX_CLIENT_PULLS] * 2
     assert sum(asked) < MAX_PULLS
+
+
+def test_a_removal_of_many_blocks_compares_few_with_those_that_are_copied() -> None:
+    number = 400
+    world, silent = NodeWorld(num_blocks=number), WorkerRef("kv-1", "e1", "inproc://kv-1")
+    copied, removed = ([CountedKey(key(n + at)) for n in range(number)] for at in (0, number))
+    assert world.answer(Replicate(source=silent, keys=list(copied)), PinBlocks).keys == copied
+    CountedKey.num_compared = 0
+    world.handle(RemoveBlocks(asker=client_of("aa"), ticket=1, keys=[*removed, copied[0]]))
+    assert CountedKey.num_compared < 20 * number
 
 
 def client_of(channel_key: str) -> WorkerRef:
