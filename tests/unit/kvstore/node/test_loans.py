@@ -55,9 +55,7 @@ def test_a_checksum_that_none_can_be_is_not_remembered() -> None:
     world = NodeWorld()
     for blocks, checksums in ((KEYS[:1], [-1]), (KEYS[1:2], [5])):
         grant = world.start(A, blocks)
-        world.handle(
-            PutEnd(writer=A, ticket=grant.ticket, written=blocks, checksums=checksums)
-        )
+        world.handle(PutEnd(writer=A, ticket=grant.ticket, written=blocks, checksums=checksums))
     assert world.pin(A, KEYS[:2]).checksums == [0, 5]
 
 
