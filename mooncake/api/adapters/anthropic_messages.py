@@ -37,7 +37,7 @@ from mooncake.api.schema.messages import (
     PromptFields,
     Turn,
 )
-from mooncake.api.schema.replies import encode, raw
+from mooncake.api.schema.replies import encode
 from mooncake.api.text.answer import Delta, Piece, ToolCallDelta
 from mooncake.base import MooncakeError
 
@@ -243,7 +243,7 @@ class MessageStream:
         if isinstance(piece, ToolCallDelta):
             assert piece.call_id is not None
             assert piece.name is not None
-            block = ToolUseBlock(piece.call_id, piece.name, raw({}))
+            block = ToolUseBlock(piece.call_id, piece.name)
             self._open_call = piece.index
         else:
             block = ThinkingBlock() if piece.is_reasoning else TextBlock()
@@ -275,7 +275,7 @@ class MessageStream:
         self._parts.clear()
         events: list[bytes] = []
         if isinstance(block, ToolUseBlock):
-            block.input = raw(arguments_so_far(text))
+            block.input = arguments_so_far(text)
         elif isinstance(block, TextBlock):
             block.text = text
         else:

@@ -21,7 +21,6 @@ from mooncake.api.http.response import CallResponse, call_id, tenant_of, unless_
 from mooncake.api.http.router import Router
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.openapi import operation
-from mooncake.api.schema.replies import raw
 from mooncake.api.schema.response_replies import ResponseReply
 from mooncake.api.schema.responses import ResponsesRequest
 from mooncake.base import SamplingParams
@@ -76,18 +75,18 @@ def response_reply(body: ResponsesRequest, name: str, sampling: SamplingParams) 
         created_at=0,
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
-        metadata=raw(body.metadata or {}),
+        metadata=body.metadata or {},
         model="",
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        reasoning=raw({"effort": None, "summary": None} | sent.get("reasoning", {})),
+        reasoning={"effort": None, "summary": None} | sent.get("reasoning", {}),
         temperature=sampling.temperature,
-        text=raw(text),
-        tool_choice=raw(sent.get("tool_choice", "auto")),
-        tools=raw([_NO_TOOL | tool for tool in sent.get("tools", [])]),
+        text=text,
+        tool_choice=sent.get("tool_choice", "auto"),
+        tools=[_NO_TOOL | tool for tool in sent.get("tools", [])],
         top_logprobs=body.top_logprobs or 0,
         top_p=sampling.top_p,
         truncation=body.truncation or "disabled",
-        user=raw(sent.get("user")),
+        user=sent.get("user"),
     )
 
 

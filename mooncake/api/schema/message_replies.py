@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from mooncake.api.schema.replies import RawObject, SchemaError
+from mooncake.api.schema.replies import SchemaError
 from mooncake.base.request import CacheUse
 
 
@@ -27,7 +29,7 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
 
     id: str
     name: str
-    input: RawObject
+    input: dict[str, Any] = {}
 
 
 AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock

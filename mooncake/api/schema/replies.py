@@ -6,25 +6,14 @@ Fields left UNSET do not appear; None appears as null, as OpenAI's clients expec
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, UnsetType
-from pydantic_core import to_json
+from msgspec import UNSET, Raw, UnsetType
 
 from mooncake.base.request import CacheUse
 
 encode = msgspec.json.Encoder().encode
-RawObject = Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
-"""An object that a client or the model wrote; see `raw`."""
-RawList = Annotated[Raw, Meta(extra_json_schema={"type": "array"})]
-
-
-def raw(value: Any) -> Raw:
-    """Return a value that a client or the model wrote as JSON. msgspec itself writes no integer of
-    more than 64 bits.
-    """
-    return Raw(to_json(value, inf_nan_mode="null"))
 
 
 class CachedTokens(msgspec.Struct, frozen=True):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, UnsetType
 
-from mooncake.api.schema.replies import ChatLogprob, RawList, RawObject, SchemaError
+from mooncake.api.schema.replies import ChatLogprob, SchemaError
 from mooncake.base.request import CacheUse
 
 
@@ -94,23 +94,23 @@ class ResponseReply(msgspec.Struct, kw_only=True):
     incomplete_details: dict[str, Any] | None = None
     instructions: str | None
     max_output_tokens: int | None
-    metadata: RawObject
+    metadata: dict[str, Any]
     model: str
     output: list[Item] = []
     parallel_tool_calls: bool
     previous_response_id: str | None = None
-    reasoning: RawObject
+    reasoning: dict[str, Any]
     service_tier: str = "default"
     store: bool = False
     temperature: float
-    text: RawObject
-    tool_choice: Raw
-    tools: RawList
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[Any]
     top_logprobs: int
     top_p: float
     truncation: str
     usage: ResponseUsage | None = None
-    user: Raw
+    user: Any = None
     schema_errors: list[SchemaError] | UnsetType = UNSET
 
 

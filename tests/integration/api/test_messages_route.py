@@ -93,19 +93,6 @@ def test_answer_with_usage() -> None:
     run(says(ANSWERS["thoughts"] + "<|im_end|>", cached=7), test, api_keys=("key",))
 
 
-def test_arguments_of_a_call_may_hold_numbers_of_any_size() -> None:
-    given = f'{{"q": {10**30}}}'
-
-    async def test(client: anthropic.AsyncAnthropic, _: ScriptedBackend) -> None:
-        message = await client.messages.create(
-            model="tiny", max_tokens=200, messages=ASK, tools=[TOOL]
-        )
-        [called] = message.content
-        assert (called.type, called.input) == ("tool_use", json.loads(given))
-
-    run(says(SECTION.format(CALL.format(0, given)) + "<|im_end|>"), test)
-
-
 def test_usage_says_where_cached_tokens_came_from_and_why_others_were_computed() -> None:
     tokens = TOKENIZER.encode(ANSWERS["text"])
     ask: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "messages": ASK}

@@ -16,7 +16,6 @@ from mooncake.api.adapters.anthropic_messages import MessageStream
 from mooncake.api.adapters.openai_responses import ResponseStream
 from mooncake.api.adapters.python_call import OutputBuilder, completion_request
 from mooncake.api.schema.messages import Block, Turn
-from mooncake.api.schema.replies import raw
 from mooncake.api.schema.response_replies import ResponseReply
 from mooncake.api.schema.responses import InputItem
 from mooncake.api.text.answer import (
@@ -119,10 +118,9 @@ def test_streams_of_responses_and_messages(
     monkeypatch.setattr(openai_responses, "encode", encode)
     monkeypatch.setattr(anthropic_messages, "encode", encode)
     reply = ResponseReply(
-        id="resp_1", created_at=0, instructions=None, max_output_tokens=None, metadata=raw({}),
-        model="m", parallel_tool_calls=True, reasoning=raw({}), temperature=1.0, text=raw({}),
-        tool_choice=raw("auto"), tools=raw([]), user=raw(None), top_logprobs=0, top_p=1.0,
-        truncation="disabled",
+        id="resp_1", created_at=0, instructions=None, max_output_tokens=None, metadata={},
+        model="m", parallel_tool_calls=True, reasoning={}, temperature=1.0, text={},
+        tool_choice="auto", tools=[], top_logprobs=0, top_p=1.0, truncation="disabled",
     )  # fmt: skip
     response = ResponseStream(reply, None)
     call: Any = SimpleNamespace(
