@@ -26,13 +26,13 @@ from mooncake.launch.worker.rank_processes import EXCHANGE_S
 from mooncake.model.options import ExpertGroup, ModelOptions
 from mooncake.model.parallel.joining import make_file
 from mooncake.model.parallel.peers import Peers
+from mooncake.transfer.net.blocking import let_in, shake_hands
 from mooncake.transfer.net.handshake import Credentials
 
 MEET_S = 300.0
 """How long the others may take to come. They are started, or restarted, at the same time."""
 _AGAIN_S = 0.1
 _ANSWER_S = 10.0
-_MOST_BYTES = 1 << 16
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def _gather(group: ExpertGroup, credential: Credential, file: int, deadline_s: f
     """Wait for all others and give each its part."""
     found: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as opened:
-        listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener = opened.enter_context(socket.socket(socket.AF_UNIX))
         _bind(listener, group.name, deadline_s)
         while len(found) < group.size - 1:
             _wait(listener, deadline_s, group, found)
@@ -75,8 +75,10 @@ def _gather(group: ExpertGroup, credential: Credential, file: int, deadline_s: f
                 sock.close()
                 continue
             number = _accepted(sock, _credentials(group, credential, 0), group)
-            if number is not None:
-                found[number] = sock
+            if number is None:
+                sock.close()
+                continue
+            found[number] = sock
             for other, its in list(found.items()):
                 if its is not sock and _gone(its):
                     del found[other]
@@ -102,19 +104,14 @@ def _come(group: ExpertGroup, credential: Credential, deadline_s: float) -> Peer
     """Try to reach the first worker until all have come there."""
     others = [number for number in range(group.size) if number != group.number]
     while time.monotonic() < deadline_s:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        with socket.socket(socket.AF_UNIX) as sock:
             try:
                 sock.connect(_address(group.name))
-                sock.settimeout(_ANSWER_S)
                 side = _credentials(group, credential, group.number).connect(f"{group.name}/0")
-                sock.sendall(side.first_message)
-                while not side.done:
-                    answer = side.step(sock.recv(_MOST_BYTES))
-                    if answer is not None:
-                        sock.sendall(answer)
+                shake_hands(sock, side, time.monotonic() + _ANSWER_S)
                 sock.settimeout(max(0.1, deadline_s - time.monotonic()))
                 data, descriptors, _, _ = socket.recv_fds(sock, 16, 2 * len(others) + 1)
-            except (OSError, MooncakeError):
+            except (OSError, EOFError, MooncakeError):
                 time.sleep(_AGAIN_S)  # it has not come yet, or has ended meanwhile
                 continue
             if data and len(descriptors) == 2 * len(others) + 1:
@@ -151,7 +148,7 @@ def _bind(listener: socket.socket, name: str, deadline_s: float) -> None:
         except OSError as error:  # a process that is ending still holds it
             if error.errno != errno.EADDRINUSE:
                 raise
-            holder = foreign_holder(_address(name), socket.SOCK_SEQPACKET)
+            holder = foreign_holder(_address(name), socket.SOCK_STREAM)
             if holder is not None:
                 raise InternalError(
                     f"{name}: {holder} holds the address at which workers that share experts meet "
@@ -193,14 +190,11 @@ def _socket(descriptor: int) -> socket.socket:
 def _accepted(sock: socket.socket, credentials: Credentials, group: ExpertGroup) -> int | None:
     """Return the number of the worker that has come, if it proves itself."""
     side = credentials.accept()
-    sock.settimeout(_ANSWER_S)
     try:
-        while side.identity is None and side.refusal is None:
-            sock.sendall(side.step(sock.recv(_MOST_BYTES)))
-    except OSError:
+        let_in(sock, side, time.monotonic() + _ANSWER_S)
+    except (OSError, EOFError, MooncakeError):
         return None
-    if side.identity is None:
-        return None
+    assert side.identity is not None
     name, _, number = side.identity.engine_id.rpartition("/")
     known = name == group.name and number.isdecimal() and 0 < int(number) < group.size
     return int(number) if known else None

@@ -10,9 +10,9 @@ import socket
 import threading
 import time
 
-from mooncake.base import Forbidden, ProtocolError, SystemIds
+from mooncake.base import ProtocolError, SystemIds
 from mooncake.identity import Credential
-from mooncake.transfer.net.blocking import receive, receive_step, send, shake_hands
+from mooncake.transfer.net.blocking import let_in, receive, send, shake_hands
 from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.handshake import Channel, Credentials
 from mooncake.transfer.net.seals import TAG_BYTES
@@ -62,10 +62,7 @@ class SealedLink:
         """
         until_s = time.monotonic() + PROVE_S
         side = _credentials(credential, name).accept()
-        while side.channel is None:
-            send(sock, side.step(receive_step(sock, until_s)))
-            if side.refusal is not None:
-                raise Forbidden(f"a peer was refused: {side.refusal}")
+        let_in(sock, side, until_s)
         return cls._proven(sock, side.channel)
 
     @classmethod

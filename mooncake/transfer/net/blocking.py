@@ -8,10 +8,10 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from mooncake.base.errors import ProtocolError
+from mooncake.base.errors import Forbidden, ProtocolError
 
 if TYPE_CHECKING:
-    from mooncake.transfer.net.handshake import ConnectingSide
+    from mooncake.transfer.net.handshake import AcceptingSide, ConnectingSide
 
 _LENGTH_BYTES = 4
 _MAX_STEP_BYTES = 1 << 16
@@ -41,14 +41,6 @@ def receive(
     return _exactly(sock, count, until_s)
 
 
-def receive_step(sock: socket.socket, until_s: float) -> bytes:
-    """Return the next message of a handshake. Raises EOFError when the other end has gone."""
-    body = receive(sock, _MAX_STEP_BYTES, until_s)
-    if body is None:
-        raise EOFError("the peer hung up")
-    return body
-
-
 def shake_hands(sock: socket.socket, side: ConnectingSide, until_s: float) -> None:
     """Prove both ends to each other.
 
@@ -59,7 +51,29 @@ def shake_hands(sock: socket.socket, side: ConnectingSide, until_s: float) -> No
     answer: bytes | None = side.first_message
     while answer is not None:
         send(sock, answer)
-        answer = side.step(receive_step(sock, until_s))
+        answer = side.step(_step(sock, until_s))
+
+
+def let_in(sock: socket.socket, side: AcceptingSide, until_s: float) -> None:
+    """Prove both ends to each other, at the end that was connected to.
+
+    Raises:
+        OSError, EOFError: the client hung up, or the handshake was not done at `until_s`.
+        Forbidden: the client was refused, and told why.
+        ProtocolError: it speaks another protocol.
+    """
+    while side.channel is None:
+        send(sock, side.step(_step(sock, until_s)))
+        if side.refusal is not None:
+            raise Forbidden(f"a peer was refused: {side.refusal}")
+
+
+def _step(sock: socket.socket, until_s: float) -> bytes:
+    """Return the next message of a handshake. Raises EOFError when the other end has gone."""
+    body = receive(sock, _MAX_STEP_BYTES, until_s)
+    if body is None:
+        raise EOFError("the peer hung up")
+    return body
 
 
 def _exactly(sock: socket.socket, count: int, until_s: float | None) -> bytes | None:
