@@ -29,6 +29,7 @@ from mooncake.kvstore.block_checksum import added
 from mooncake.kvstore.client.block_memory import BlockMemory
 from mooncake.transfer.engine import (
     Carried,
+    Ended,
     Op,
     Region,
     Transfer,
@@ -40,8 +41,6 @@ from mooncake.transfer.grants import Fence, Resting
 
 ChecksumsFound = Callable[[list[int], float], None]
 """(checksum of each block, now)"""
-Ended = Callable[[TransferDone, float], None]
-"""(how a move ended, now). The id in it is the move's."""
 
 
 class Hasher(Protocol):

@@ -9,7 +9,7 @@ is done, or it failed. After its end nothing touches memory for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -86,6 +86,10 @@ class TransferDone(msgspec.Struct, frozen=True, kw_only=True):
     """The owner's answer to the batch's question. `num_bytes` came behind it, into the first
     ops.
     """
+
+
+Ended = Callable[[TransferDone, float], None]
+"""Called with (how a transfer, or several that are one for the caller, ended, now)."""
 
 
 @dataclass

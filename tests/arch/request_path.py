@@ -49,7 +49,8 @@ class Trace:
     def __init__(self) -> None:
         self.phase = ""
         self._idle: set[CodeType] = set()
-        self.files: set[str] = set()
+        self.files: dict[str, None] = {}
+        """In the order in which they first ran."""
         self.forms: dict[str, str] = {}
         """Name of a class -> the field by which it counts."""
         self._roots = tuple(str(ROOT / root) for root in SOURCE_ROOTS)
@@ -67,7 +68,7 @@ class Trace:
             self._idle.add(code)
         if code in self._idle:
             return
-        self.files.add(Path(code.co_filename).relative_to(ROOT).as_posix())
+        self.files.setdefault(Path(code.co_filename).relative_to(ROOT).as_posix())
         for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
             self._look_at(frame.f_locals.get(name))
 
@@ -126,7 +127,8 @@ async def trace_chat(model: Path, trace: Trace) -> None:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.arch.request_path", description=__doc__)
-    parser.add_argument("--list", action="store_true", help="name the files and the forms")
+    what = "name the files, in the order in which they first ran, and the forms"
+    parser.add_argument("--list", action="store_true", help=what)
     wanted = parser.parse_args(argv)
     trace = Trace()
     trace.install()
@@ -134,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
         model = Path(folder) / "k2-nano"
         init_checkpoint("k2-nano", 0, model)
         asyncio.run(trace_chat(model, trace))
-    lines = {name: (ROOT / name).read_text().count("\n") for name in sorted(trace.files)}
+    lines = {name: (ROOT / name).read_text().count("\n") for name in trace.files}
     if wanted.list:
         for name, count in lines.items():
             print(f"{count:5} {name}")

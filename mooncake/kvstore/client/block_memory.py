@@ -5,7 +5,7 @@ Values: the registrations are the transfer engine's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -16,6 +16,7 @@ from mooncake.kvstore.block_checksum import added, checksum_of
 from mooncake.transfer.engine import (
     MAX_ANSWER_BYTES,
     MAX_ANSWER_PIECES,
+    Ended,
     Op,
     Region,
     Transfer,
@@ -137,10 +138,6 @@ class Places:
 
     def __getitem__(self, some: slice) -> Places:
         return Places(self.memory, self.offsets[some])
-
-
-Ended = Callable[[TransferDone, float], None]
-"""(end of a transfer, now)"""
 
 
 class MemoryTransfers:

@@ -36,7 +36,7 @@ from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.messages import NO_HEAD, ChainHead
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.codec import decode, encode
-from mooncake.transfer.engine import MAX_QUESTION_BYTES, Carried, TransferDone
+from mooncake.transfer.engine import MAX_QUESTION_BYTES, Carried, Ended, TransferDone
 
 VERIFY_BYTES_PER_TICK = 8 << 20
 """Bytes hashed in one tick: less than a millisecond, so that nothing else waits long."""
@@ -64,10 +64,6 @@ class ReadResult:
     """How many of the blocks came from the node's bucket."""
 
 
-ReadDone = Callable[[TransferDone, float], None]
-"""(end of the transfers, now)"""
-
-
 class ReadPort(Protocol):
     """The memory that blocks are read into, and what moves them.
 
@@ -75,7 +71,7 @@ class ReadPort(Protocol):
     are places too.
     """
 
-    def read(self, places: Any, there: BlockPlaces, deadline_s: float, ended: ReadDone, /) -> int:
+    def read(self, places: Any, there: BlockPlaces, deadline_s: float, ended: Ended, /) -> int:
         """Begin to read the blocks `there` into `places`; return a number for `cancel`. `ended` is
         called once, with the end of the transfers.
         """
@@ -86,7 +82,7 @@ class ReadPort(Protocol):
         peer: SegmentRef,
         question: bytes,
         deadline_s: float,
-        ended: ReadDone,
+        ended: Ended,
         /,
     ) -> tuple[int, int] | None:
         """Begin to ask a peer for blocks, which come into `places` behind its answer. Return a

@@ -13,10 +13,10 @@ import pytest
 from mooncake.base import KvPart, WorkerRef
 from mooncake.base.messages import BlocksPushed
 from mooncake.instance import Instance
-from mooncake.instance.mover import Ended, SliceMover
+from mooncake.instance.mover import SliceMover
 from mooncake.launch.cluster import colocated
 from mooncake.model.checkpoint.making.presets import init_checkpoint
-from mooncake.transfer.engine import TransferDone
+from mooncake.transfer.engine import Ended, TransferDone
 from mooncake.transfer.rdma.nic import WorkRequest
 from mooncake.transfer.regions import HostRegion
 from mooncake.transfer.router import RoutedTransfer
