@@ -18,8 +18,8 @@ from mooncake.base import (
     Unavailable,
     Unreachable,
 )
+from mooncake.cli import bench, serve
 from mooncake.cli import main as cli
-from mooncake.cli import serve
 from mooncake.cli.registry import EXIT_CODES
 from mooncake.launch.config import options
 from mooncake.launch.config.settings import ServeConfig
@@ -134,6 +134,13 @@ def test_switches_can_be_turned_off(tmp_path: Path, capsys: pytest.CaptureFixtur
         line for line in capsys.readouterr().out.splitlines() if "enable-prefix-caching" in line
     )
     assert line.split()[-1] == "false"
+
+
+def test_a_command_spells_its_settings_as_flags() -> None:
+    [measures] = [each for each in bench.COMMANDS if each.words == "bench serve"]
+    assert measures.spelled("leave out `request-rate`") == "leave out --request-rate"
+    assert measures.spelled("it is `max-model-len`") == "it is --max-model-len", "one of serve"
+    assert measures.spelled("see `help`") == "see `help`"
 
 
 def test_ctrl_c_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
