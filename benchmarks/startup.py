@@ -55,10 +55,7 @@ def kind_of(pid: int, server: int, forks: set[int]) -> str:
         return "gateway"
     if pid in forks:
         return "fork server"
-    if PROGRAM in words:
-        return "workers"
-    name = words.split(" ")[0].rpartition("/")[2]
-    return f"Ray: {name}" if name in ("gcs_server", "raylet") else "Ray: helpers"
+    return "workers" if PROGRAM in words else "what compiles"
 
 
 def serve(cache: Path, *flags: str) -> Start:

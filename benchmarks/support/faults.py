@@ -36,8 +36,8 @@ UNHEARD_S = 5.0
 SMALL = (
     "--dtype", "float32", "--kv-cache-memory-bytes", "64MiB", "--kvstore-dram-bytes", "64MiB",
 )  # fmt: skip
-JOIN, RAY_AGAIN = r"--role ROLE --join (\S+)", "Ray runs again"
-"""What `mooncake serve --headless` says when it is ready, and when it has started Ray again."""
+JOIN = r"--role ROLE --join (\S+)"
+"""What `mooncake serve --headless` says when it is ready."""
 ASK = """
 import ssl, sys, urllib.request
 context = ssl.create_default_context(cafile=sys.argv[2])
@@ -106,14 +106,6 @@ class Serving:
         until(is_said, f"{pattern!r} in {self.log}")
         return str(re.findall(pattern, self.output)[0])
 
-    def daemon(self, name: str) -> int:
-        """Return the process of Ray with a name."""
-        return next(
-            pid
-            for pid in family(self.process.pid)
-            if name in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
-        )
-
 
 @contextlib.contextmanager
 def serving(folder: Path, name: str, *flags: str) -> Iterator[Serving]:
@@ -172,19 +164,10 @@ def served(folder: Path, model: Path) -> Iterator[tuple[Clients, Iterator[Fault]
             pid = pids()[name]
             return Fault(role, url, lambda: kill(pid), lambda: pids().get(name, pid) != pid)
 
-        def daemon(shown: str, name: str) -> Fault:
-            number = first.num_said(RAY_AGAIN)
-            return Fault(
-                shown, url, lambda: kill(first.daemon(name)),
-                lambda: first.num_said(RAY_AGAIN) > number,
-            )  # fmt: skip
-
         def faults() -> Iterator[Fault]:
             for role in ("prefill", "decode", "kvstore"):
                 yield worker(role)
             yield Fault("another gateway", url, lambda: kill(gateways[1].process.pid))
-            yield daemon("Ray's head", "gcs_server")
-            yield daemon("Ray's raylet", "raylet")
             yield Fault(
                 "the supervisor, started again", url, start_again,
                 lambda: again[0].num_said(JOIN) > 0,

@@ -25,7 +25,7 @@ EXAMPLES = """\
 mooncake serve                                             k2-demo, the small model in the package
 mooncake serve checkpoints/k2-small                        1 prefill, 1 decode, 1 kvstore worker
 mooncake serve checkpoints/k2-small --prefill 2 --decode 2 --slo-ttft-s 5
-mooncake serve checkpoints/k2-small --colocated            one process, no Ray
+mooncake serve checkpoints/k2-small --colocated            one process
 mooncake serve --config configs/serve/2p2d.yaml --port 9000
 mooncake serve --role prefill --join 10.0.0.7:6400         one more worker for a running cluster
 mooncake serve --role gateway --join 10.0.0.7:6400         one more gateway with an API

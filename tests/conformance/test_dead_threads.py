@@ -32,9 +32,9 @@ from mooncake.engine.plan import StepPlan
 from mooncake.kvstore.config import SsdConfig
 from mooncake.kvstore.storage.disk import DiskDone, DiskScanned, Outcome
 from mooncake.kvstore.storage.disk_files import FileDisks
-from mooncake.launch.cluster import ray_cluster, worker_program
+from mooncake.launch.cluster import process_workers, worker_program
 from mooncake.launch.cluster.pool import Registry
-from mooncake.launch.cluster.ray_workers import RayWorkers
+from mooncake.launch.cluster.process_workers import ProcessWorkers
 from mooncake.launch.cluster.worker_program import WorkerProgram
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.health import Watchdog
@@ -82,7 +82,8 @@ THREADS = {
     "kvstore/storage/disk_threads.py:VitalThread": VITAL,
     "launch/cluster/lone_worker.py:Thread": NOTHING,
     "launch/cluster/pool.py:Thread": OWN,
-    "launch/cluster/ray_workers.py:Thread": ENDS,
+    "launch/cluster/local_keeper.py:Thread": TOLD,
+    "launch/cluster/process_workers.py:Thread": ENDS,
     "launch/cluster/lone_group.py:Thread": TOLD,
     "launch/cluster/serve.py:Thread": TOLD,
     "launch/cluster/worker_program.py:VitalThread": VITAL,
@@ -150,7 +151,7 @@ SHOWN_BY = {
     ),
     "kvstore/storage/disk_threads.py:VitalThread": "test_disks",
     "launch/cluster/pool.py:Thread": "test_the_registry_of_a_pool",
-    "launch/cluster/ray_workers.py:Thread": "test_what_looks_after_the_workers",
+    "launch/cluster/process_workers.py:Thread": "test_what_looks_after_the_workers",
     "launch/cluster/worker_program.py:VitalThread": "test_what_answers_supervisors",
     "launch/host/health.py:VitalThread": "test_the_watchdog",
     "launch/host/http_server.py:VitalThread": "test_a_port_for_operators",
@@ -450,10 +451,10 @@ def test_the_watchdog(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_looks_after_the_workers(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process of the gateway ends: `serve` asks every second."""
-    monkeypatch.setattr(ray_cluster, "Supervisor", Dies)
-    monkeypatch.setattr(ray_cluster, "disconnect", lambda: None)
-    monkeypatch.setattr(RayWorkers, "_start", lambda *_: [])
-    workers = RayWorkers(ServeConfig(model="m"), None, "s", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(process_workers, "Supervisor", Dies)
+    monkeypatch.setattr(ProcessWorkers, "_end_processes", lambda _: None)
+    monkeypatch.setattr(ProcessWorkers, "_start", lambda *_: [])
+    workers = ProcessWorkers(ServeConfig(model="m"), None, "s", None)  # type: ignore[arg-type]
     workers.start(Dies(), lambda *_: None)  # type: ignore[arg-type]
     faults.wait()
     assert "supervisor has ended" in workers.gone()
@@ -464,7 +465,7 @@ def test_what_looks_after_the_workers(faults: Faults, monkeypatch: pytest.Monkey
 
 def test_what_answers_supervisors(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     class Listener:
-        listen = staticmethod(lambda: None)
+        listen = settimeout = staticmethod(lambda *_: None)
         accept = staticmethod(lambda: (None, ""))
 
     told = dict.fromkeys(("secret", "secret_file", "advertise_host"), "")

@@ -1,1 +1,1 @@
-"""The processes of `mooncake serve`, under Ray or alone."""
+"""The processes of `mooncake serve`, of this machine or placed by Ray."""

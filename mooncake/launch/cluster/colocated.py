@@ -1,4 +1,4 @@
-"""`--colocated`: API server and one engine in one process, without Ray. The workers are threads of
+"""`--colocated`: API server and one engine in one process. The workers are threads of
 this process, as for `LLM` and for tests of many workers at once.
 
 Owns one thread for each worker's driver, and in-process channels and copies between them. The

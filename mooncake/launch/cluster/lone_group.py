@@ -1,4 +1,4 @@
-"""Runs workers that share their experts, each in a process of its own, without Ray. They start and
+"""Runs workers that share their experts, each in a process of its own. They start and
 end together; what runs the command starts all of them again.
 
 Owns their processes and the order of ending.

@@ -1,4 +1,5 @@
-"""Runs workers as Ray actors: places, watches and restarts them. The only module that imports ray.
+"""Runs keepers of workers as Ray actors and places them on the machines of a Ray cluster. The only
+module that imports ray.
 
 Ray carries neither tokens nor KV nor the cluster secret: nobody who reads its store or relays its
 connections learns the secret. An actor supervises a worker's process, which outlives it. The death
@@ -13,14 +14,9 @@ import dataclasses
 import importlib
 import logging
 import os
-import select
-import signal
 import socket
 import ssl
-import sys
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,71 +30,36 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from mooncake.base import ConfigError, MooncakeError, Role, SystemIds, Unreachable
+from mooncake.base import ConfigError, MooncakeError, Role, Unreachable
+from mooncake.launch.cluster.attendant import Attendant, State
 from mooncake.launch.cluster.facts import without_secret
-from mooncake.launch.cluster.followed_load import LoadFollower
-from mooncake.launch.cluster.own_raylet import OBJECT_STORE_BYTES
-from mooncake.launch.cluster.worker_handle import Begin, Told, WorkerHandle, fingerprint, place_of
+from mooncake.launch.cluster.supervisor import End, How, Keeper
+from mooncake.launch.cluster.worker_handle import Begin, fingerprint, place_of
 from mooncake.launch.config.config import WILDCARDS
 from mooncake.launch.host import environment, machine_facts
-from mooncake.launch.host.credentials import (
-    keep_ray_token_private,
-    private_dir,
-    read_secret,
-)
-from mooncake.launch.host.descendants import Descendants, has_ended
+from mooncake.launch.host.credentials import keep_ray_token_private, read_secret
+from mooncake.launch.host.descendants import Descendants
 from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.secret_file import SECRET_FILE
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.scheduler.scaling.config import ROLES
 
-_log = logging.getLogger(__name__)
-
 _groups: Any = importlib.import_module("ray.util.placement_group")
 """Ray declares no types for these."""
 
 NAMESPACE = "mooncake"
-LOOPBACK = "127.0.0.1"
 CONNECT_S = 10.0
 """Ray must answer within this time."""
-AGENTS_S = 0.5
-"""Ray's helpers get this long to end by themselves."""
-POLL_S = 0.2
-START_POLL_S = 0.05
-"""The wait in each step while workers start."""
 HOLDERS_S = 60.0
 """A machine may take this long to start a process that says which workers run there."""
 PLACE_S = 10.0
 """Ray may take this long to reserve what a worker needs."""
 HERE_SHARE = 0.001
 """Share of the resource that stands for one machine: a bundle that asks for it is placed there."""
-STOP_S = 10.0
-"""A worker that has not stopped by itself after this long is killed."""
-SAVE_S = 5.0
-"""Part of that time in which a pool node may write to its disks what is worth keeping."""
+TELL_S = 0.2
+"""Before an actor is ended, Ray gets this long to tell it something."""
 DAEMONS = ("gcs_server", "raylet")
 """The names of Ray's processes that nothing replaces."""
-MAX_EARLY_DEATHS = 3
-"""After this many deaths in a row before a worker was ready, restarts are considered useless."""
-LONGEST_WAIT_S = 30.0
-"""The longest wait before a worker that cannot start is tried again."""
-MOST_STEPS = 5
-"""The wait grows this many times; it is the longest one then."""
-
-
-class State(msgspec.Struct, frozen=True, array_like=True):
-    pid: int
-    """0: there is none yet."""
-    boot_id: str
-    """The boot id of the machine that it runs on."""
-    what: str
-    done: int
-    whole: int
-    ready: bool
-
-
-class WorkerEnded(Exception):
-    """The process of a worker has ended, and nobody told it to."""
 
 
 class WorkerActor:
@@ -106,19 +67,16 @@ class WorkerActor:
     answer beside it.
     """
 
-    def __init__(self, worker_id: str, *, placed: bool = False, node: str | None = None) -> None:
+    def __init__(
+        self, worker_id: str, *, is_pool: bool, placed: bool = False, node: str | None = None
+    ) -> None:
         """`placed`: the cluster's file on the actor's machine says what the worker is. `node`: the
         node of Ray on which the worker runs or is to start; None: any.
         """
         self._worker_id = worker_id
         self._placed = placed
         self._node = node
-        self._told = Told()
-        self._handle: WorkerHandle | None = None
-        self._lock = threading.Lock()
-        self._leaving: tuple[float, bool] | None = None
-        """Set once the worker is to stop: see `stop`."""
-        self._is_pool = False
+        self._attendant = Attendant(is_pool=is_pool)
 
     def __repr__(self) -> str:
         """Return what Ray puts before each line of the log."""
@@ -140,8 +98,6 @@ class WorkerActor:
             # The worker may run there, so it must not start here: Ray tries again.
             os._exit(1)
         settings = msgspec.msgpack.decode(encoded, type=WorkerSettings)
-        self._is_pool = settings.role is Role.KVSTORE
-        handle: WorkerHandle | None = None
         try:
             if self._placed:
                 from mooncake.launch.cluster import placed_worker
@@ -150,76 +106,16 @@ class WorkerActor:
             else:
                 place = place_of(run, settings.worker_id)
                 begin = _begin(settings, Path(secret_file), orphan_s)
-            handle = WorkerHandle(place, begin)
-            with self._lock:
-                self._handle = handle
-            if self._leaving is not None:
-                self.stop(*self._leaving)
-            told: Told | None = handle.first
-            while told is not None:
-                if told.refusal:
-                    return told.refusal
-                self._told = told
-                told = handle.receive()
+            return self._attendant.run(place, begin)
         except MooncakeError as error:
             return error.message
-        finally:
-            self._told = Told()
-            with self._lock:
-                self._handle = None
-            if handle is not None:
-                handle.close()
-        if self._leaving is None:
-            raise WorkerEnded(settings.worker_id)
-        return None
 
     def state(self) -> bytes:
-        told = self._told
-        state = State(
-            told.pid, machine_facts.boot_id(), told.what, told.done, told.whole, told.ready
-        )
-        return msgspec.msgpack.encode(state)
+        return msgspec.msgpack.encode(self._attendant.state())
 
     def stop(self, drain_s: float, waits: bool) -> None:
-        """End `run`, once what the worker does has ended or `drain_s` have passed. `waits`: see
-        `Worker.leave`. A pool node that is told so again saves nothing any more.
-        """
-        with self._lock:
-            limit_s = SAVE_S if self._is_pool and self._leaving is None else drain_s
-            self._leaving = drain_s, waits
-            if self._handle is not None:
-                self._handle.leave(limit_s, waits=waits)
-
-
-@dataclasses.dataclass(eq=False)
-class _Entry:
-    """What the supervisor knows about one worker."""
-
-    settings: WorkerSettings
-    actor: Any
-    run: Any
-    """The Ray call that lasts as long as the worker."""
-    aside: PlacementGroup | None = None
-    """What is reserved for all its ranks; it stays reserved while it starts again."""
-    state_call: Any = None
-    state: State | None = None
-    pidfd: int | None = None
-    lost: bool = False
-    """True if its death was reported and it has not been heard of since."""
-    early_deaths: int = 0
-    retry_at_s: float | None = None
-    leave_by_s: float | None = None
-    """When a worker that was told to leave ends at the latest; None: it was not told."""
-
-    @property
-    def leaves(self) -> bool:
-        """True if it was told to leave, and does not start again."""
-        return self.leave_by_s is not None
-
-    @property
-    def serves(self) -> bool:
-        """True if it is ready, and has not ended since."""
-        return self.state is not None and self.state.ready and not self.lost
+        """See `Attendant.stop`."""
+        self._attendant.stop(drain_s, waits)
 
 
 def _begin(settings: WorkerSettings, secret_file: Path, orphan_s: float) -> Begin:
@@ -260,64 +156,30 @@ def _own_address(bind_host: str) -> str:
     return str(get_node_ip_address())
 
 
-def connect(address: str | None, *, forks: ForkServer | None = None) -> None:
-    """Start Ray for this machine alone, or attach to the cluster at `address`. `forks` starts the
-    Python processes of a Ray that is started here.
-
-    Ray's processes end with the *thread* that started them, so it must outlive them.
+def connect(address: str) -> None:
+    """Attach to the cluster at `address`.
 
     Raises:
         ConfigError: there is no cluster at `address`, or this machine is not part of it.
     """
-    options: dict[str, Any] = {}
     keep_ray_token_private()
-    if address is not None:
-        reach(address)  # Ray itself would go on asking for minutes
-    else:
-        options = {
-            "_temp_dir": str(private_dir()),  # its logs and sockets are open to all otherwise
-            "num_cpus": 0,
-            "num_gpus": machine_facts.num_gpus(),
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_BYTES,
-            "_node_ip_address": LOOPBACK,
-        }
-    python = sys.executable
-    if address is None and forks is not None:
-        sys.executable = str(forks.executable)  # Ray looks there for what starts Python
+    reach(address)  # Ray itself would go on asking for minutes
     try:
         ray.init(
-            address=address or "local",
-            namespace=NAMESPACE,
-            logging_level=logging.ERROR,
-            log_to_driver=True,
-            **options,
+            address=address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=True
         )
     except Exception as error:  # what Ray raises, such as for a start that takes too long
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        where = f"at {address}" if address else "on this machine"
-        raise ConfigError(f"no Ray cluster {where}: {first}") from error
-    finally:
-        sys.executable = python
+        raise ConfigError(f"no Ray cluster at {address}: {first}") from error
 
 
-def disconnect(forks: ForkServer | None = None) -> None:
-    """Leave Ray. If `connect` started Ray, it has ended on return with all its processes and with
-    what `forks` forked.
-
-    Ray's agents outlive its own shutdown by minutes, so remaining descendants of this process are
-    killed.
-    """
-    if not ray.is_initialized():
-        return
-    with Descendants() as descendants:
+def disconnect() -> None:
+    """Leave Ray."""
+    if ray.is_initialized():
         ray.shutdown()
-        if forks is not None:
-            forks.close()
-        descendants.end(AGENTS_S)
 
 
-def _daemons() -> list[int]:
+def daemons() -> list[int]:
     """Return descriptors of the processes of a Ray that this process has started, without which
     nothing goes on in it.
     """
@@ -328,17 +190,6 @@ def _daemons() -> list[int]:
                 if Path(f"/proc/{pid}/comm").read_text().strip() in DAEMONS:
                     found.append(os.pidfd_open(pid))
     return found
-
-
-def leave_dead_ray() -> None:
-    """Leave a Ray that this process has started and that has lost a process, and end what is left
-    of it but for its agents, which end by themselves or with `disconnect`.
-    """
-    for descriptor in _daemons():
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        os.close(descriptor)
-    ray.shutdown()
 
 
 def nodes() -> dict[str, str]:
@@ -437,249 +288,46 @@ def _speaks(connection: socket.socket) -> bool:
         return False
 
 
-class Supervisor:
-    """Starts worker processes, reports each death at once, restarts workers and ends them all.
-
-    Everything runs in the thread that called `connect`, except `give_up`. `lost` is called with a
-    worker's id.
+@dataclasses.dataclass(frozen=True)
+class RayKeepers:
+    """Makes the keepers of one supervisor: an actor for each worker, which Ray places. Ray starts
+    an actor again after its death, and its process starts that of each further rank, so no rank
+    comes back without the others.
     """
 
-    def __init__(
-        self,
-        lost: Callable[[str], None],
-        drain_s: float = 0.0,
-        *,
-        waits: bool = False,
-        forks: ForkServer | None = None,
-        own_ray: bool = False,
-        cpus_aside: bool = False,
-        run: str = "",
-        orphan_s: float = 0.0,
-    ) -> None:
-        """`drain_s`: how long engines may finish their requests at the end; those that `wait` serve
-        until others have taken their place. `forks` starts the processes of this machine.
-        `own_ray`: `connect` starts Ray here. `cpus_aside`: engines without GPUs have a CPU of Ray
-        for each of their threads. `run`: the name under which a later supervisor finds these
-        workers; empty: none does. `orphan_s`: how long they wait for one.
-        """
-        self._run_name = run or SystemIds().hex(8)
-        self._orphan_s = orphan_s if run else 0.0
-        self._forks = forks
-        self._own_ray = own_ray
-        self._cpus_aside = cpus_aside
-        self._lost = lost
-        self._drain_s = drain_s
-        self._waits = waits
-        self._secret_file = ""
-        self._here_only = True
-        self._trouble = ""
-        """Why Ray could not start or end workers when that was tried last."""
-        self._nodes: Mapping[str, str] | None = None
-        """See `place`. None: the workers are of no cluster that a file describes."""
-        self._entries: list[_Entry] = []
-        self._daemons: list[int] = []
-        """Descriptors of the processes of Ray that were started here."""
-        self.ray_is_gone = False
-        """One of them has ended, and with it all actors. Workers serve on if they are to wait."""
-        self._poll = select.poll()
-        self._stopping = threading.Event()
-        self._hurry = threading.Event()
-        self._have_started = False
-        """All workers were ready once. From then on a worker that refuses to start does not end the
-        others.
-        """
+    run: str
+    """The name under which a later supervisor finds the workers."""
+    secret_file: Path = Path()
+    """Workers of this machine read the cluster secret there, also after a restart."""
+    orphan_s: float = 0.0
+    """See `Begin`."""
+    here_only: bool = False
+    """Whether all workers run on this machine."""
+    cpus_aside: bool = False
+    """Whether engines without GPUs have a CPU of Ray for each of their threads."""
+    forks: ForkServer | None = None
+    """What starts the processes of this machine."""
+    nodes: Mapping[str, str] | None = None
+    """The workers are those of a cluster that a file describes: the nodes of Ray on which some of
+    them run already or are to start. None: they are of no such cluster.
+    """
 
-    def start(
-        self,
-        settings: list[WorkerSettings],
-        show: Callable[[str, str, int, int], None],
-        *,
-        here_only: bool,
-        secret_file: Path,
-    ) -> dict[str, int]:
-        """Start the workers and return their pids when all are ready. Workers of this machine read
-        the cluster secret in `secret_file`, also after a restart.
+    def __call__(self, settings: WorkerSettings, waits: bool) -> Keeper:
+        """Return the keeper of a worker, an actor that Ray starts.
 
         Raises:
-            MooncakeError: a worker cannot start, or `give_up` was called.
+            MooncakeError: Ray has no room for it, or cannot be asked now.
         """
-        self._launch_all(settings, here_only=here_only, secret_file=secret_file, waits=False)
-        while not all(entry.state is not None and entry.state.ready for entry in self._entries):
-            if self._stopping.is_set():
-                raise MooncakeError("stopped while the workers were starting")
-            if self.ray_is_gone:
-                raise MooncakeError("Ray has ended while the workers were starting")
-            self._step()
-            for entry in self._entries:
-                if entry.early_deaths >= MAX_EARLY_DEATHS:
-                    raise MooncakeError(
-                        f"{entry.settings.worker_id} died {entry.early_deaths} times while it was "
-                        "starting (out of memory?); its log above has more"
-                    )
-                if entry.state is not None:
-                    state = entry.state
-                    what = "ready" if state.ready else state.what
-                    show(entry.settings.worker_id, what, state.done, state.whole)
-        self._have_started = True
-        return {e.settings.worker_id: e.state.pid for e in self._entries if e.state is not None}
-
-    def resume(self, settings: list[WorkerSettings], *, here_only: bool, secret_file: Path) -> None:
-        """Supervise workers that run already, as `start` does, in a Ray that was started again.
-        Those that have ended meanwhile are started; nobody waits for them, nor for their GPUs.
-        """
-        self._have_started = True
-        self._launch_all(settings, here_only=here_only, secret_file=secret_file, waits=True)
-
-    def place(self, settings: list[WorkerSettings], nodes: Mapping[str, str]) -> None:
-        """Have Ray place workers of a cluster that a file describes, and supervise them. `nodes`:
-        the nodes of Ray on which some of them run already or are to start.
-        """
-        self._nodes = nodes
-        self.resume(settings, here_only=False, secret_file=Path())
-
-    def _launch_all(
-        self, settings: list[WorkerSettings], *, here_only: bool, secret_file: Path, waits: bool
-    ) -> None:
-        self._secret_file, self._here_only = str(secret_file), here_only
-        if self._own_ray:
-            self._daemons = _daemons()
-            for descriptor in self._daemons:
-                self._poll.register(descriptor, select.POLLIN)
-        for each in settings:
-            together = each.expert_group is not None  # these share a memory
-            entry = self._launch(each, here_only=here_only or together, waits=waits)
-            self._entries.append(entry)
-
-    def give_up(self) -> None:
-        """Have `start` or `watch` return soon; from any thread."""
-        self._stopping.set()
-
-    def hurry(self) -> None:
-        """Have `stop` wait for no worker; from any thread."""
-        self._hurry.set()
-
-    def watch(
-        self, follower: LoadFollower | None = None, go_on: Callable[[], bool] = lambda: True
-    ) -> None:
-        """Watch the workers until `give_up`, until Ray is gone, or until `go_on` returns false. A
-        `follower` says which workers start and leave meanwhile.
-        """
-        while not self._stopping.is_set() and not self.ray_is_gone and go_on():
-            self._step()
-            if follower is not None and not self._stopping.is_set() and not self.ray_is_gone:
-                self._follow(follower)
-
-    def _follow(self, follower: LoadFollower) -> None:
-        """Start and end what is to start and to end. What Ray fails to do now is tried again, and
-        holds back nothing else.
-        """
-        own = {entry.settings.worker_id: entry for entry in self._entries}
-        held = {name: entry.serves for name, entry in own.items() if not entry.leaves}
-        start, leave = follower.changes(held, own.keys() - held.keys())
-        changes = [
-            *(partial(self._have_start, each) for each in start),
-            *(partial(self._have_leave, own[name], follower.drain_s) for name in leave),
-        ]
-        troubles = dict[str, None]()
-        for change in changes:
-            try:
-                change()
-            except (RayError, MooncakeError, RuntimeError, OSError) as error:
-                troubles[str(error)] = None
-        trouble = "; ".join(troubles)
-        if trouble and trouble != self._trouble:
-            _log.warning("workers cannot start or leave as wanted; trying again: %s", trouble)
-        self._trouble = trouble
-
-    def _have_start(self, settings: WorkerSettings) -> None:
-        self._entries.append(self._launch(settings, here_only=self._here_only, waits=True))
-        _log.info("%s starts: more are wanted", settings.worker_id)
-
-    def _have_leave(self, entry: _Entry, drain_s: float) -> None:
-        if entry.serves:
-            entry.actor.stop.remote(drain_s, True)
-            entry.leave_by_s = time.monotonic() + drain_s
-        else:
-            self._drop(entry)
-        _log.info("%s leaves: fewer are wanted", entry.settings.worker_id)
-
-    def _drop(self, entry: _Entry) -> None:
-        """Forget a worker that was told to leave."""
-        self._tell_lost(entry)
-        self._end([entry])
-
-    def are_ready(self) -> bool:
-        """Return whether all workers serve."""
-        return all(entry.serves for entry in self._entries)
-
-    def let_go(self) -> None:
-        """End the actors and leave the workers, so that another supervisor adopts them."""
-        for entry in self._entries:
-            ray.kill(entry.actor, no_restart=True)
-            if entry.aside is not None:
-                _groups.remove_placement_group(entry.aside)
-        self.forget()
-
-    def forget(self) -> list[WorkerSettings]:
-        """Let go of the workers of a Ray that is gone, so that another supervisor adopts them.
-        Return the settings of those that are to stay.
-        """
-        held = [entry.settings for entry in self._entries if not entry.leaves]
-        for entry in self._entries:
-            self._forget_process(entry)
-        self._entries = []
-        for descriptor in self._daemons:
-            os.close(descriptor)
-        self._daemons = []
-        return held
-
-    def stop(self) -> None:
-        """End all workers. Workers that have not begun to serve end at once."""
-        self._stopping.set()
-        if self.ray_is_gone:
-            for entry in self._entries:
-                self._kill_process(entry)
-            self.forget()
-            return
-        runs = []
-        for entry in self._entries:
-            if entry.serves:
-                entry.actor.stop.remote(self._drain_s, self._waits)
-                runs.append(entry.run)
-        end_s = time.monotonic() + self._drain_s + STOP_S
-        while runs and time.monotonic() < end_s and not self._hurry.is_set():
-            _, runs = ray.wait(runs, num_returns=len(runs), timeout=POLL_S)
-        self._end(list(self._entries))
-        self.forget()
-
-    def _end(self, entries: Sequence[_Entry]) -> None:
-        """End what is left of workers that do not come back: without a supervisor they would wait
-        for another one.
-        """
-        last = [entry.actor.stop.remote(0.0, False) for entry in entries]
-        ray.wait(last, num_returns=len(last), timeout=POLL_S) if last else None
-        for entry in entries:
-            ray.kill(entry.actor, no_restart=True)
-            if entry.aside is not None:
-                _groups.remove_placement_group(entry.aside)
-            self._kill_process(entry)
-            self._forget_process(entry)
-            self._entries.remove(entry)
-
-    def _launch(self, settings: WorkerSettings, *, here_only: bool, waits: bool = False) -> _Entry:
-        """Start a worker as one actor, whose process starts that of each further rank. Ray restarts
-        this actor after a death, so no rank comes back without the others. One that `waits` starts
-        once there is room for it; meanwhile an autoscaler of Ray adds a node.
-        """
+        here_only = self.here_only or settings.expert_group is not None  # these share a memory
         strategy: Any = "SPREAD"
         aside: PlacementGroup | None = None
         where: dict[str, Any] = {}
-        node = (self._nodes or {}).get(settings.worker_id)
-        if self._nodes is not None:
+        node = (self.nodes or {}).get(settings.worker_id)
+        if self.nodes is not None:
             where = {"placed": True, "node": node}
-        if here_only:
-            node = ray.get_runtime_context().get_node_id()
-        with contextlib.ExitStack() as undo:  # a try that fails leaves nothing set aside
+        with _asking(), contextlib.ExitStack() as undo:  # a failed try leaves nothing set aside
+            if here_only:
+                node = ray.get_runtime_context().get_node_id()
             if needs := self._needs(settings):
                 aside = _set_aside(settings.worker_id, needs, node, 0.0 if waits else PLACE_S)
                 undo.callback(_groups.remove_placement_group, aside)
@@ -687,11 +335,8 @@ class Supervisor:
             elif node is not None:
                 strategy = NodeAffinitySchedulingStrategy(node, soft=not here_only)
             runtime: dict[str, Any] = {"env_vars": {**environment.QUIET, **environment.COMPUTE}}
-            if here_only and self._forks is not None:
-                if self._own_ray:  # Ray then has our fork server fork its workers
-                    runtime = {}
-                else:
-                    runtime["py_executable"] = str(self._forks.executable)
+            if here_only and self.forks is not None:
+                runtime["py_executable"] = str(self.forks.executable)
             actor: Any = (
                 ray.remote(WorkerActor)
                 .options(
@@ -703,17 +348,16 @@ class Supervisor:
                     scheduling_strategy=strategy,
                     runtime_env=runtime,
                 )
-                .remote(settings.worker_id, **where)
+                .remote(settings.worker_id, is_pool=settings.role is Role.KVSTORE, **where)
             )
-            entry = _Entry(settings, actor, self._run(actor, settings), aside=aside)
             undo.pop_all()
-            return entry
+            return RayKeeper(actor, aside, partial(self._run, actor, settings))
 
     def _needs(self, settings: WorkerSettings) -> dict[str, float]:
         """Return what Ray is to set aside for all ranks of a worker."""
         if settings.num_gpus:
             return {"GPU": settings.num_gpus}
-        if self._cpus_aside and settings.role in ROLES:
+        if self.cpus_aside and settings.role in ROLES:
             options = settings.options
             return {"CPU": float((options.num_threads or 1) * options.shape.num_ranks)}
         return {}
@@ -721,126 +365,75 @@ class Supervisor:
     def _run(self, actor: Any, settings: WorkerSettings) -> Any:
         """Make an actor that has just started be a worker; return the call."""
         shares = settings.expert_group is not None  # it cannot meet others that start anew
-        orphan_s = 0.0 if shares else self._orphan_s
-        return _call_run(actor, settings, self._secret_file, self._run_name, orphan_s)
+        orphan_s = 0.0 if shares else self.orphan_s
+        encoded = msgspec.msgpack.encode(without_secret(settings))
+        return actor.run.remote(encoded, str(self.secret_file), self.run, orphan_s)
 
-    def _step(self) -> None:
-        """Wait a moment and handle what has happened."""
-        wait_s = POLL_S if self._have_started else START_POLL_S
-        died = {descriptor for descriptor, _ in self._poll.poll(wait_s * 1000)}
-        self.ray_is_gone = self.ray_is_gone or not died.isdisjoint(self._daemons)
-        if self._stopping.is_set() or self.ray_is_gone:
-            return
-        if self._forks is not None and self._forks.ended():
-            _log.warning("the fork server has ended: workers that start again take seconds longer")
-            self._forks = None
-        for entry in self._entries:
-            if entry.pidfd in died:
-                self._tell_lost(entry)
-        runs = {entry.run: entry for entry in self._entries if entry.retry_at_s is None}
-        ended, _ = ray.wait(list(runs), num_returns=len(runs), timeout=0) if runs else ([], [])
-        for run in ended:
-            self._on_end(runs[run])
-        now_s = time.monotonic()
-        for entry in list(self._entries):
-            if entry.leave_by_s is not None and now_s > entry.leave_by_s + STOP_S:
-                _log.warning("%s has not left in time: it is ended", entry.settings.worker_id)
-                self._drop(entry)
-                continue
-            if entry.retry_at_s is not None and now_s >= entry.retry_at_s:
-                entry.retry_at_s = None
-                entry.run = self._run(entry.actor, entry.settings)
-                if entry.leave_by_s is not None:  # the actor before may have died untold
-                    entry.actor.stop.remote(max(0.0, entry.leave_by_s - now_s), True)
-            self._ask_state(entry)
 
-    def _on_end(self, entry: _Entry) -> None:
-        """Handle the end of a worker's Ray call: the worker refused to start, or its process
-        died.
+class RayKeeper:
+    """An actor that looks after a worker."""
+
+    def __init__(self, actor: Any, aside: PlacementGroup | None, run: Callable[[], Any]) -> None:
+        """`aside`: what is reserved for all its ranks; it stays reserved while it starts again.
+        `run` makes it be the worker and returns the call, which lasts as long as that.
         """
-        worker_id = entry.settings.worker_id
-        if entry.leaves:
-            self._drop(entry)
-            return
-        try:
-            refusal = ray.get(entry.run)
-        except RayError as error:
-            _log.debug("%s: %s", worker_id, error)
-            away = entry.lost and entry.state is None and isinstance(error, ActorUnavailableError)
-            if away or (isinstance(error, RayActorError) and self._may_run(entry)):
-                # Ray has yet to start the actor again, which then adopts the worker's process.
-                entry.retry_at_s = time.monotonic() + POLL_S
-                return
-            entry.early_deaths = 0 if entry.state and entry.state.ready else entry.early_deaths + 1
-            self._tell_lost(entry)
-        else:
-            self._tell_lost(entry)
-            why = refusal or "it stopped by itself"
-            if not self._have_started and (entry.state is None or not entry.state.ready):
-                raise MooncakeError(f"{worker_id}: {why}")
-            entry.early_deaths += 1
-            _log.error("%s cannot start again, and is tried later: %s", worker_id, why)
-        entry.state = None
-        wait_s = 0.1 * 4 ** min(entry.early_deaths, MOST_STEPS)
-        entry.retry_at_s = time.monotonic() + min(LONGEST_WAIT_S, wait_s)
+        self._actor = actor
+        self._aside = aside
+        self._begin_run = run
+        self._run: Any = None
+        self._state: Any = None
+        """The open question about the worker's state."""
+        self._stop: Any = None
 
-    def _tell_lost(self, entry: _Entry) -> None:
-        self._forget_process(entry)
-        entry.state_call = None  # the question went to the process that died
-        if not entry.lost:
-            entry.lost = True
-            self._lost(entry.settings.worker_id)
+    def run(self) -> None:
+        self._state = None
+        with _asking():
+            self._run = self._begin_run()
 
-    def _ask_state(self, entry: _Entry) -> None:
-        """Keep one open question about the worker's state until it is ready."""
-        if entry.retry_at_s is not None or (entry.state and entry.state.ready):
-            return
-        if entry.state_call is None:
-            entry.state_call = entry.actor.state.remote()
-        done, _ = ray.wait([entry.state_call], timeout=0)
+    def end(self) -> End | None:
+        done, _ = ray.wait([self._run], timeout=0)
         if not done:
-            return
-        call, entry.state_call = entry.state_call, None
+            return None
         try:
-            entry.state = msgspec.msgpack.decode(ray.get(call), type=State)
+            return End(How.STOPPED, ray.get(self._run) or "")
+        except ActorUnavailableError as error:
+            return End(How.KEEPER_AWAY, str(error))
+        except RayActorError as error:
+            return End(How.KEEPER_DIED, str(error))
+        except RayError as error:
+            return End(How.DIED, str(error))
+
+    def state(self) -> State | None:
+        if self._state is None:
+            self._state = self._actor.state.remote()
+        done, _ = ray.wait([self._state], timeout=0)
+        if not done:
+            return None
+        call, self._state = self._state, None
+        try:
+            return msgspec.msgpack.decode(ray.get(call), type=State)
         except RayError:
-            return
-        entry.lost = False
-        if entry.pidfd is None:
-            self._watch_process(entry, entry.state)
+            return None
 
-    def _may_run(self, entry: _Entry) -> bool:
-        """Return whether a worker that was ready may outlive its actor: its process runs here, or
-        is on another machine, where gateways notice its end by themselves.
-        """
-        if entry.state is None or not entry.state.ready or not self._orphan_s:
-            return False
-        return entry.pidfd is not None or entry.state.boot_id != machine_facts.boot_id()
+    def stop(self, drain_s: float, waits: bool) -> None:
+        with _asking():
+            self._stop = self._actor.stop.remote(drain_s, waits)
 
-    def _kill_process(self, entry: _Entry) -> None:
-        """End a process of this machine that has not ended, and wait for that."""
-        if entry.pidfd is not None:
-            if not has_ended(entry.pidfd, POLL_S):
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(entry.pidfd, signal.SIGKILL)
-            has_ended(entry.pidfd, STOP_S)
+    def close(self) -> None:
+        if self._stop is not None:
+            ray.wait([self._stop], timeout=TELL_S)
+        ray.kill(self._actor, no_restart=True)
+        if self._aside is not None:
+            _groups.remove_placement_group(self._aside)
 
-    def _watch_process(self, entry: _Entry, state: State) -> None:
-        """Have the kernel tell when a process of this machine ends."""
-        if state.boot_id != machine_facts.boot_id() or not state.pid:
-            return
-        try:
-            descriptor = os.pidfd_open(state.pid)
-        except OSError:  # it is gone already: the Ray call will tell
-            return
-        entry.pidfd = descriptor
-        self._poll.register(descriptor, select.POLLIN)
 
-    def _forget_process(self, entry: _Entry) -> None:
-        if entry.pidfd is not None:
-            self._poll.unregister(entry.pidfd)
-            os.close(entry.pidfd)
-            entry.pidfd = None
+@contextlib.contextmanager
+def _asking() -> Iterator[None]:
+    """Raise what Ray raises as a MooncakeError."""
+    try:
+        yield
+    except RayError as error:
+        raise MooncakeError(str(error)) from error
 
 
 def _set_aside(
@@ -876,10 +469,3 @@ def _set_aside(
         f"{'the nodes have' if node is None else 'this machine has'} {there}, and {free:g} are "
         "free in all"
     )
-
-
-def _call_run(
-    actor: Any, settings: WorkerSettings, secret_file: str, run: str, orphan_s: float
-) -> Any:
-    encoded = msgspec.msgpack.encode(without_secret(settings))
-    return actor.run.remote(encoded, secret_file, run, orphan_s)

@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,6 +26,7 @@ from mooncake.identity import Credential
 from mooncake.launch.cluster import own_raylet, placed_worker
 from mooncake.launch.cluster.facts import ClusterFacts, Seeds, read_facts
 from mooncake.launch.cluster.log_file import start_log
+from mooncake.launch.cluster.supervisor import Supervisor
 from mooncake.launch.cluster.up import machine_credential, own_machine, placed_limit_s
 from mooncake.launch.config.cluster_file import (
     AUTHORITY,
@@ -42,6 +42,7 @@ from mooncake.launch.config.config import resolve
 from mooncake.launch.config.options import bracketed
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment
+from mooncake.launch.host.descendants import Descendants
 from mooncake.launch.worker.settings import WorkerSettings
 
 CONNECT_S = 1.0
@@ -55,9 +56,8 @@ LOST_S = 10.0
 """A head that does not answer for this long is lost."""
 AWAY_S = 30.0
 """A new head waits this long for machines on which no gateway knows workers."""
-
-if TYPE_CHECKING:
-    from mooncake.launch.cluster.ray_cluster import Supervisor
+AGENTS_S = 0.5
+"""Ray's helpers get this long to end by themselves."""
 
 _log = logging.getLogger(__name__)
 
@@ -209,16 +209,18 @@ class _Node:
         try:
             config = self._config()
             while facts := self._await_others(config, go_on):
-                supervisor = ray_cluster.Supervisor(
-                    lambda _: None, own_ray=True, run="up", orphan_s=config.orphan_timeout
+                supervisor = Supervisor(
+                    lambda _: None, orphan_s=config.orphan_timeout, daemons=ray_cluster.daemons()
                 )
                 self._place(supervisor, facts, go_on)
-                if supervisor.ray_is_gone:
+                if supervisor.keepers_are_gone:
                     supervisor.forget()
                     break
                 supervisor.let_go()
         finally:
-            ray_cluster.disconnect()
+            with Descendants() as descendants:
+                ray_cluster.disconnect()
+                descendants.end(AGENTS_S)
 
     def _place(
         self, supervisor: Supervisor, facts: ClusterFacts, go_on: Callable[[], bool]
@@ -232,7 +234,8 @@ class _Node:
         there = ray_cluster.nodes()
         held = ray_cluster.holders([each.worker_id for each in workers])
         on_cpus = [each.worker_id for each in workers if not each.num_gpus]
-        supervisor.place(workers, {**held, **spread(on_cpus, held, [*there])})
+        nodes = {**held, **spread(on_cpus, held, [*there])}
+        supervisor.resume(workers, ray_cluster.RayKeepers("up", nodes=nodes))
         looked_s = time.monotonic()
         told = False
 

@@ -57,7 +57,7 @@ Result = TypeVar("Result")
 
 
 OWN_STEPS = ("ray", "engine")
-"""The names that this process' workers, and Ray, use for themselves as they start."""
+"""The names under which Ray, and workers of this process, show how they start."""
 JOIN_POLL_S = 0.02
 WATCH_S = 1.0
 
@@ -183,13 +183,14 @@ def _make(
 
         local = ColocatedWorkers(config, plan)
         return local, GatewayProcess(plan, local.gateway_channel, config.names[0], ids=ids)
-    environment.prepare_ray(
-        environment.variables(), here_only=config.stays_here,
-        bare_lines=config.log_format == "json",
-    )  # fmt: skip
+    if config.ray_address is not None:
+        environment.prepare_ray(
+            environment.variables(), here_only=config.stays_here,
+            bare_lines=config.log_format == "json",
+        )  # fmt: skip
     with importing():
         from mooncake.identity import own_credential
-        from mooncake.launch.cluster.ray_workers import RayWorkers
+        from mooncake.launch.cluster.process_workers import ProcessWorkers
         from mooncake.rpc.zmq_channel import ZmqChannel
 
     secret = config.cluster_secret or kept.secret() or ids.hex(16)
@@ -199,7 +200,7 @@ def _make(
         config.bind_host, credential=credential, is_typed=bool(port), tells_ends=True,
         ports=(port, port) if port else config.bind_ports,
     )  # fmt: skip
-    return RayWorkers(config, plan, secret, credential, forks, kept), GatewayProcess(
+    return ProcessWorkers(config, plan, secret, credential, forks, kept), GatewayProcess(
         plan, channel, config.names[0], ids=ids, has_api=not config.headless
     )
 
@@ -313,6 +314,7 @@ class _Serving:
             self._say("stopping; running requests may finish, Ctrl-C again ends them")
 
     def _start(self) -> list[report.WorkerRow]:
+        self._phases.begin("workers")
         with report.StartProgress(self._console) as show:
 
             def told(who: str, what: str, done: int, whole: int) -> None:

@@ -16,7 +16,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -27,7 +29,7 @@ from mooncake.launch.host.abstract_name import credentials_of
 from mooncake.launch.host.build import revision
 from mooncake.launch.host.credentials import private_dir
 from mooncake.launch.host.descendants import has_ended
-from mooncake.launch.host.fork_server import fork
+from mooncake.launch.host.fork_server import ForkServer, fork
 from mooncake.launch.worker.settings import WorkerSettings
 
 PROGRAM = "mooncake.launch.cluster.worker_program"
@@ -79,13 +81,13 @@ class Told(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 Message = Begin | Leave | Told
 
 
-def fingerprint(settings: WorkerSettings) -> str:
+def fingerprint(settings: WorkerSettings, gpus: str | None = None) -> str:
     """Return what must be the same for a process to go on as the worker of a new supervisor: the
-    release, the settings and the GPUs that it sees, but not the gateway's address, the secret and
-    the log of one start.
+    release, the settings and the GPUs that it sees (None: those of this process), but not the
+    gateway's address, the secret and the log of one start.
     """
     same = msgspec.structs.replace(settings, cluster_secret="", gateway_address="", log_file=None)
-    gpus = environment.variables().get(environment.SEEN_GPUS, "")
+    gpus = gpus or environment.variables().get(environment.SEEN_GPUS, "")
     words = [__version__.encode(), revision().encode(), gpus.encode(), msgspec.msgpack.encode(same)]
     return hashlib.sha256(b"\0".join(words)).hexdigest()
 
@@ -112,9 +114,11 @@ def connected(place: Path) -> socket.socket | None:
 class WorkerHandle:
     """Starts or adopts the process of a worker. `receive` says how it is until it has ended."""
 
-    def __init__(self, place: Path, begin: Begin) -> None:
+    def __init__(
+        self, place: Path, begin: Begin, start: Callable[[Path], None] | None = None
+    ) -> None:
         """Adopt the process at `place`. Where there is none, or it is another worker and has ended
-        for this one, a new one is started.
+        for this one, `start` (by default `start_at`) starts a new one.
 
         Raises:
             MooncakeError: no process stays.
@@ -123,7 +127,7 @@ class WorkerHandle:
             connection = connected(place)
             is_new = connection is None
             if connection is None:
-                start_at(place)
+                (start or start_at)(place)
                 connection = connected(place)
             limit_s = None if is_new else ANSWER_S  # imports may take long; an end is noticed
             if connection is not None and (first := _greeted(connection, begin, limit_s)):
@@ -145,6 +149,11 @@ class WorkerHandle:
         with contextlib.suppress(OSError):
             self._connection.send(msgspec.msgpack.encode(Leave(limit_s=limit_s, waits=waits)))
 
+    def cut(self) -> None:
+        """Have `receive` return None, also for a thread that waits in it."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Let go of the process. If it has ended, nothing is left of it."""
         self._connection.close()
@@ -154,9 +163,19 @@ class WorkerHandle:
             other.close()
 
 
-def start_at(place: Path) -> None:
+def start_at(
+    place: Path,
+    forks: ForkServer | None = None,
+    changes: Mapping[str, str] = MappingProxyType({}),
+    wanted: Callable[[], bool] = lambda: True,
+) -> None:
     """Start a process that listens at `place` and waits for a supervisor. It is a child of none
-    that may end before it: Ray ends the children of its processes.
+    that may end before it: Ray ends the children of its processes. `forks` forks it, or else the
+    server that forked this process. `changes`: what its environment has besides that of this
+    process. `wanted`: whether to start it where that server has ended.
+
+    Raises:
+        MooncakeError: it is not wanted any more.
     """
     place.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -165,13 +184,15 @@ def start_at(place: Path) -> None:
         listener.listen()
         number = listener.fileno()
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        environ = {**environment.variables(), "PYTHONPATH": path}
+        environ = {**environment.variables(), "PYTHONPATH": path, **changes}
         with Path(os.devnull).open("rb") as nothing:
             files = [nothing.fileno(), 1, 2, number]
-            forked = fork(["-m", PROGRAM, 3], environ, files, outlives=True)
+            forked = fork(["-m", PROGRAM, 3], environ, files, outlives=True, server=forks)
             if forked is not None:
                 forked.let_go()
                 return
+        if not wanted():
+            raise MooncakeError("it is not to start any more")
         words = [sys.executable, "-m", PROGRAM, str(number)]
         subprocess.run(
             ["/bin/sh", "-c", '"$@" &', "sh", *words],  # the shell ends and leaves its child alone

@@ -12,9 +12,11 @@ import logging
 import os
 import select
 import socket
+import stat
 import sys
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -50,7 +52,11 @@ class WorkerProgram:
 
     def run(self) -> None:
         """Be the worker that the first supervisor asks for, then end this process."""
-        connection, _ = self._listener.accept()
+        self._listener.settimeout(ANSWER_S)
+        try:
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            os._exit(1)  # who started it has ended before it could connect
         begin = self._greet(connection)
         if begin is None:
             os._exit(1)  # it left without a word
@@ -125,6 +131,7 @@ class WorkerProgram:
                     "the supervisor of this worker is gone; it serves on for %.0f s, and longer if "
                     "the same `mooncake serve` is started again by then", orphan_s,
                 )  # fmt: skip
+                _write_nowhere()
                 orphan_until_s = time.monotonic() + orphan_s
 
     def _greet(self, connection: socket.socket) -> Begin | None:
@@ -204,6 +211,16 @@ class WorkerProgram:
         if self._told.ready:
             threading.Event().wait(END_S)
         _end(1)
+
+
+def _write_nowhere() -> None:
+    """Let go of a terminal or pipe of the supervisor that is gone: who reads it would wait for this
+    process. Files are written on.
+    """
+    with Path(os.devnull).open("wb") as nothing:
+        for number in (1, 2):
+            if not stat.S_ISREG(os.fstat(number).st_mode):
+                os.dup2(nothing.fileno(), number)
 
 
 def _end(code: int) -> None:

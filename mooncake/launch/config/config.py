@@ -31,7 +31,8 @@ NODES = "start a process on each machine: `mooncake serve --role decode --join H
 REFUSED = {
     "trust-remote-code": "no code is ever loaded from a checkpoint; leave the flag out",
     "kv-transfer-config": "prefill and decode are built in: use --prefill N --decode N",
-    "distributed-executor-backend": "Ray places the workers, or use --colocated for one process",
+    "distributed-executor-backend": "workers are processes of this machine, or of a Ray cluster at "
+    "--ray-address HOST:PORT",
     "enable-chunked-prefill": "long prompts always come in chunks: --max-num-batched-tokens",
     "load-format": "weights are read from safetensors only",
     "download-dir": "nothing is downloaded; give the directory of a checkpoint",

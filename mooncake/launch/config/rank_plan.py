@@ -32,7 +32,7 @@ from mooncake.model.memory import (
 from mooncake.model.options import ModelOptions
 
 HOST_LIBRARY_BYTES = 400 * 2**20
-"""Bytes of an engine's process: interpreter, tensor library, Ray."""
+"""Bytes of an engine's process: interpreter, tensor library."""
 GPU_LIBRARY_BYTES = 2**30
 """Bytes on a GPU for the CUDA context and loaded kernels. Assumed, not measured."""
 GPU_COMMUNICATOR_BYTES = 2**28

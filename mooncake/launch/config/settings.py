@@ -181,9 +181,9 @@ class ServeConfig:
     kvstore: int | None = setting(None, count(0, 512), CLUSTER, "N",
         "number of kvstore workers (default: 1, or 0 with --colocated)")
     colocated: bool = setting(False, truth, CLUSTER, "",
-        "run everything in one process with one engine, without Ray", switch=True)
+        "run everything in one process with one engine", switch=True)
     ray_address: str | None = setting(None, host_and_port, CLUSTER, "HOST:PORT",
-        "Ray cluster to use (default: start one)")
+        "Ray cluster that places the workers (default: all run on this machine)")
     ray_without_tls: bool = setting(False, truth, CLUSTER, "",
         "use a Ray at --ray-address that speaks without TLS; anyone who reads the network can then "
         "run programs here", switch=True,
@@ -484,8 +484,8 @@ class ServeConfig:
 
     @property
     def stays_here(self) -> bool:
-        """True if all workers that this process starts run on its own machine: on a Ray of its own,
-        or because others could not reach them elsewhere.
+        """True if all workers that this process starts run on its own machine: no Ray places
+        them, or others could not reach them elsewhere.
         """
         return self.ray_address is None or is_loopback(self.bind_host)
 

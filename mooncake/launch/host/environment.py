@@ -31,11 +31,6 @@ EARLY = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 OWN_SIGNALS = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
 """Variables for processes that handle signals themselves: Ray would print stacks on SIGTERM."""
 
-RAY_AGENTS = {"RAY_enable_pipe_based_agent_to_parent_health_check": "1"}
-"""Ray's agents detect the end of their raylet by a pipe, not by their parent, which may be our
-process.
-"""
-
 RAY_WORKERS = {"RAY_worker_niceness": "0"}
 """Ray otherwise runs its workers, and with them engines that they start, behind all other
 processes.
@@ -61,6 +56,11 @@ COMPUTE = {
 }
 """Variables for processes that run the model."""
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Variables of processes of workers, unless the user has set them, as Ray sets them in processes
+that ask for no CPU. torch reads them when it is imported. Engines set their own number.
+"""
+
 SEEN_GPUS = "CUDA_VISIBLE_DEVICES"
 """The GPUs a process may see, by number or name; unset: all."""
 
@@ -82,7 +82,7 @@ def with_ray(environ: Mapping[str, str], *, here_only: bool) -> dict[str, str]:
     `here_only`: this Ray has no other machine.
     """
     wanted = {
-        **QUIET, **OWN_SIGNALS, **RAY_AGENTS, **RAY_WORKERS, **(LOOPBACK_RAY if here_only else {}),
+        **QUIET, **OWN_SIGNALS, **RAY_WORKERS, **(LOOPBACK_RAY if here_only else {}),
     }  # fmt: skip
     return {**wanted, **environ}
 

@@ -66,21 +66,16 @@ class ForkServer:
         late: Sequence[str],
         environ: Mapping[str, str],
         variables: Mapping[str, str] = MappingProxyType({}),
-        unused: Sequence[str] = (),
     ) -> None:
         """Start the server at the socket `path`. It imports `early` now, in `environ`, and `late`
         when the first client comes, in the client's environment. Processes started by `executable`
-        get `variables` in addition to their own. It does not start the scripts whose paths match a
-        pattern of `unused`: it ends at once without an error.
+        get `variables` in addition to their own.
         """
-        self._path = path
+        self.path = path
         self.executable = path.with_suffix(".sh")
         """A command to use instead of Python's executable, so that scripts are forked."""
         sets = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-        ends = [f'for word; do case "$word" in {each}) exit 0;; esac; done' for each in unused]
-        self.executable.write_text(
-            "\n".join(["#!/bin/sh", *ends, *sets, f'exec {self.command} "$@"\n'])
-        )
+        self.executable.write_text("\n".join(["#!/bin/sh", *sets, f'exec {self.command} "$@"\n']))
         self.executable.chmod(0o700)
         path.unlink(missing_ok=True)
         # Bound here, so that clients may come at once. Only the server holds it afterwards: where
@@ -105,7 +100,7 @@ class ForkServer:
     @property
     def command(self) -> str:
         """The shell words to put before a Python script so that it is forked."""
-        words = [sys.executable, "-I", "-S", str(CLIENT), str(self._path)]
+        words = [sys.executable, "-I", "-S", str(CLIENT), str(self.path)]
         return shlex.join(words)
 
     def ended(self) -> bool:
@@ -118,7 +113,7 @@ class ForkServer:
         self._process.stdin.close()
         self._process.kill()
         self._process.wait()
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
         self.executable.unlink(missing_ok=True)
 
     def __enter__(self) -> ForkServer:
@@ -182,20 +177,23 @@ def fork(
     files: Sequence[int],
     *,
     outlives: bool = False,
+    server: ForkServer | None = None,
 ) -> Fork | None:
-    """Have the server that forked this process fork once more, and the fork be `python WORDS`.
-    Return None if no server forked this process, or if that server forks no more.
+    """Have `server`, or else the one that forked this process, fork once more, and the fork be
+    `python WORDS`. Return None if there is no server, or if it forks no more.
 
     files: descriptors for standard input, output and errors, then those that the fork inherits. A
     number n in `words` stands for the n-th of them. outlives: the fork does not end with this
     process.
     """
-    if Origin.path is None:
+    path = Origin.path if server is None else str(server.path)
+    if path is None:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(CLIENT_S)
-        connection.connect(Origin.path)
+        # A server of our own may still import; if it ends, so does the connection.
+        connection.settimeout(CLIENT_S if server is None else None)
+        connection.connect(path)
         socket.send_fds(connection, [b"\0"], list(files))
         connection.sendall(json.dumps([list(words), dict(environ), os.getcwd(), outlives]).encode())
         connection.shutdown(socket.SHUT_WR)
@@ -240,7 +238,7 @@ def _serve(listener: socket.socket, early: Sequence[str], late: Sequence[str]) -
                     _import(late)
                     gc.freeze()
                     late = ()
-                if _differs(command.environ) or num_threads() > 1:
+                if _differs(command.environ) or num_threads() > 1 or _has_left(connection.fileno()):
                     continue
                 if (pid := os.fork()) == 0:
                     Origin.path = listener.getsockname()
@@ -341,13 +339,18 @@ def _set_environment(environ: Mapping[str, str]) -> None:
     os.environ.update(environ)
 
 
+def _has_left(connection: int) -> bool:
+    """Return whether the other end is closed: a client that waits no longer starts by itself."""
+    poll = select.poll()
+    poll.register(connection, 0)  # poll then reports only a hang-up
+    return bool(poll.poll(0))
+
+
 def _end_with(connection: int) -> None:
     """Have this process killed when the other end of `connection` closes."""
     os.set_inheritable(connection, True)  # what this process may become ends so too
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(connection, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-    poll = select.poll()
-    poll.register(connection, 0)  # poll then reports only a hang-up
-    if poll.poll(0):
+    if _has_left(connection):
         os.kill(os.getpid(), signal.SIGKILL)

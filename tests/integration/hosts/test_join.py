@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import shutil
 from pathlib import Path
@@ -18,7 +17,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROMPTS = ["The quick brown fox jumps over the lazy dog. " * count for count in (1, 20, 40)]
 NUM_TOKENS = 24
 PORT = 6400
-RAY_LISTENS = "ss -Hltnp | grep -E 'raylet|gcs_server' | awk '{print $4}'"
 
 
 def write_secret(host: Host, name: str) -> None:
@@ -59,9 +57,6 @@ def test_decode_and_a_gateway_join_from_other_machines(tmp_path: Path) -> None:
             f"--bind-host={first.address}", f"--join-port={PORT}", secret,
         )  # fmt: skip
         head.wait_for(rf"--role ROLE --join tcp://{first.address}:{PORT}")
-        listening = first.check("sh", "-c", RAY_LISTENS).split()
-        assert listening
-        assert {re.sub(r"[][]|::ffff:|:\d+$", "", place) for place in listening} == {"127.0.0.1"}
 
         at = f"{first.address}:{PORT}"
         join = ["serve", "--role", "decode", "--join", at, "--kv-cache-memory-bytes=32MiB"]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import psutil
 import pytest
 
 from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import fork_server
 from mooncake.launch.host.fork_server import ForkServer
-from mooncake.launch.worker.forks import ENGINE, RAY, UNUSED, worker_forks
+from mooncake.launch.worker.forks import ENGINE, RAY, worker_forks
 
 END_S = 60.0
 SCRIPT = """
@@ -184,20 +186,6 @@ def test_its_executable_stands_for_that_of_python(start: Start, tmp_path: Path) 
     assert not server.executable.exists()
 
 
-def test_its_executable_starts_no_script_that_nothing_needs(start: Start, tmp_path: Path) -> None:
-    """Such as the autoscaler of Ray."""
-    server = start(unused=UNUSED)
-    ray = Path(importlib.util.find_spec("ray").submodule_search_locations[0])  # type: ignore
-    named = [*ray.glob("autoscaler/*/monitor.py")]
-    assert named
-    (tmp_path / "ray" / "autoscaler").mkdir(parents=True)
-    (other := tmp_path / "ray" / "autoscaler" / "monitor.py").write_text("print('runs')")
-    for script in [*named, other]:
-        words = [str(server.executable), "-u", str(script), "--logs-dir=x"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=END_S, check=True)
-        assert (done.stdout, done.stderr) == ("" if script in named else "runs\n", "")
-
-
 def test_two_servers_do_not_meet(start: Start, tmp_path: Path) -> None:
     one, other = start("one"), start("other")
     assert run(one, tmp_path)[0]["early"] == one.pid
@@ -222,6 +210,45 @@ def test_a_module_that_starts_a_thread_is_never_forked(start: Start, tmp_path: P
     found, _, err = run(start(early="threaded"), tmp_path)
     assert found["early"] == found["pid"]
     assert "starts by itself" in err
+
+
+def test_a_client_that_has_left_gets_no_process(start: Start, tmp_path: Path) -> None:
+    """It has started by itself, and a second process would do the same."""
+    server = start()
+    script = tmp_path / "waits.py"
+    script.write_text("import signal\nsignal.pause()\n")
+    assert run(server, tmp_path)[0]["early"] == server.pid
+    os.kill(server.pid, signal.SIGSTOP)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.connect(str(server.path))
+        socket.send_fds(client, [b"\0"], [0, 1, 2])
+        client.sendall(json.dumps([[str(script)], dict(os.environ), str(tmp_path), True]).encode())
+    os.kill(server.pid, signal.SIGCONT)
+    assert run(server, tmp_path)[0]["early"] == server.pid, "it serves one after the other"
+    assert psutil.Process(server.pid).children() == []
+
+
+def test_a_process_waits_for_its_own_server_as_long_as_that_lives(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imports may take long on a busy machine."""
+    monkeypatch.setattr(fork_server, "CLIENT_S", 0.01)
+    server = start()
+    script = tmp_path / "script.py"
+    script.write_text("import os\nopen('ppid', 'w').write(str(os.getppid()))\n")
+    monkeypatch.chdir(tmp_path)
+    os.kill(server.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(fork_server.fork, [str(script)], os.environ, [0, 1, 2], server=server)
+        with pytest.raises(TimeoutError):
+            asked.result(0.3)
+        os.kill(server.pid, signal.SIGCONT)
+        forked = asked.result(END_S)
+    assert forked is not None
+    forked.wait(END_S)
+    assert (tmp_path / "ppid").read_text() == str(server.pid)
+    os.kill(server.pid, signal.SIGKILL)
+    assert fork_server.fork([str(script)], os.environ, [0, 1, 2], server=server) is None
 
 
 @pytest.mark.parametrize("early", ["mooncake_early", "mooncake_missing"])
@@ -254,14 +281,24 @@ def test_a_server_ends_with_its_parent(tmp_path: Path) -> None:
         psutil.Process(int(done.stdout)).wait(END_S)
 
 
-def test_what_workers_import_starts_no_thread(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "modules"),
+    [
+        (ServeConfig(), ENGINE),
+        (ServeConfig(ray_address="127.0.0.1:6379"), (*ENGINE, *RAY)),
+    ],
+    ids=["of this machine", "of Ray"],
+)
+def test_what_workers_import_starts_no_thread(
+    tmp_path: Path, config: ServeConfig, modules: tuple[str, ...]
+) -> None:
     script, output = tmp_path / "script.py", tmp_path / "output"
     script.write_text(
         "import os, sys\n"
-        f"missing = set({[*ENGINE, *RAY]!r}) - set(sys.modules)\n"
+        f"missing = set({modules!r}) - set(sys.modules)\n"
         "open(sys.argv[1], 'w').write(f'{os.getppid()} {missing or None}')\n"
     )
-    with worker_forks(ServeConfig()) as server:
+    with worker_forks(config) as server:
         words = [*shlex.split(server.command), str(script), str(output)]
         done = subprocess.run(words, capture_output=True, text=True, timeout=END_S, check=True)
         assert done.stderr == ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +13,9 @@ from typing import Any
 import pytest
 
 from mooncake.base import ConfigError
-from mooncake.launch.cluster import kept_run, ray_workers, serve
+from mooncake.launch.cluster import kept_run, process_workers, serve
 from mooncake.launch.cluster.kept_run import KeptRun
-from mooncake.launch.cluster.ray_workers import RayWorkers
+from mooncake.launch.cluster.process_workers import ProcessWorkers
 from mooncake.launch.cluster.worker_handle import place_of
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
@@ -104,41 +103,35 @@ def test_a_start_that_is_refused_leaves_no_file(monkeypatch: pytest.MonkeyPatch)
     assert list(private_dir().iterdir()) == []
 
 
-def test_a_stop_while_ray_does_not_start_again_ends_the_workers(
+def test_a_start_that_fails_ends_the_workers_that_it_has_not_adopted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No supervisor has adopted them by then."""
-    tried, ended = threading.Event(), list[Path]()
+    """They would wait for another start."""
+    ended: list[Path] = []
 
-    class Gone:
-        """A supervisor whose Ray is gone at once."""
-
-        ray_is_gone = True
+    class Fails:
+        """A supervisor whose first worker cannot start."""
 
         def __init__(self, *_: object, **__: object) -> None:
             pass
 
-        watch = forget = stop = give_up = lambda *_: None
+        def start(self, *_: object) -> None:
+            raise ConfigError("decode-0: no room")
 
-    def start(workers: RayWorkers, *_: object) -> list[object]:
+        stop = give_up = lambda *_: None
+
+    def start(workers: ProcessWorkers, supervisor: Fails, *_: object) -> None:
         workers._settings = [worker_settings(worker_id="decode-0")]
-        return []
+        supervisor.start()
 
-    def connect(_: RayWorkers) -> None:
-        tried.set()
-        raise ConfigError("no Ray cluster on this machine")
-
-    monkeypatch.setattr(ray_workers, "RAY_AGAIN_S", 0.01)
-    monkeypatch.setattr(ray_workers, "end_left", ended.append)
-    monkeypatch.setattr(ray_workers.ray_cluster, "Supervisor", Gone)
-    for name in ("leave_dead_ray", "disconnect"):
-        monkeypatch.setattr(ray_workers.ray_cluster, name, lambda *_: None)
-    monkeypatch.setattr(RayWorkers, "_start", start)
-    monkeypatch.setattr(RayWorkers, "_connect", connect)
+    monkeypatch.setattr(process_workers, "end_left", ended.append)
+    monkeypatch.setattr(process_workers, "Supervisor", Fails)
+    monkeypatch.setattr(ProcessWorkers, "_start", start)
+    monkeypatch.setattr(ProcessWorkers, "_end_processes", lambda _: None)
     nothing: Any = SimpleNamespace(worker_lost=None)
     with contextlib.closing(KeptRun(config())) as run:
-        workers = RayWorkers(config(), nothing, "hush", nothing, kept=run)
-        workers.start(nothing, lambda *_: None)
-        assert tried.wait(60.0)
+        workers = ProcessWorkers(config(), nothing, "hush", nothing, kept=run)
+        with pytest.raises(ConfigError, match="no room"):
+            workers.start(nothing, lambda *_: None)
         workers.stop()
         assert ended == [place_of(run.name, "decode-0")]

@@ -1,4 +1,4 @@
-"""Native code that a first start compiles beside Ray, with a compiler that only writes its file."""
+"""Native code that a first start compiles beside its workers; the compiler only writes its file."""
 
 from __future__ import annotations
 

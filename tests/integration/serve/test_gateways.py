@@ -72,7 +72,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         code, left = head.stop(signal.SIGTERM)
         assert (code, left) == (0, []), head.output
         assert "Traceback" not in head.output
-        assert "SIGTERM received" not in head.output, "Ray took the signal"
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:

@@ -1,4 +1,4 @@
-"""A cluster as users run it, one process a worker under Ray: loads, aborts and kill -9 in mid-
+"""A cluster as users run it, one process a worker: loads, aborts and kill -9 in mid-
 stream, nothing left behind.
 """
 
@@ -206,10 +206,8 @@ def test_workers_outlive_their_fork_server_and_start_again_without_it(server: Se
     own = psutil.Process(server.process.pid).children()
     lasting = [each for each in own if each.status() != psutil.STATUS_ZOMBIE]
     [forks] = [each for each in lasting if "fork_server" in " ".join(each.cmdline())]
-    pid, forked = server.pid_of("decode-0"), forks.children()
-    assert pid in [each.pid for each in forked]
-    names = " ".join(word for each in forked for word in each.cmdline())
-    assert "DashboardAgent" in names, "Ray's helpers are forked, too"
+    pid = server.pid_of("decode-0")
+    assert pid in [each.pid for each in forks.children()]
     expected = stream(server, prompt(64, 3), MANY_TOKENS)["ids"]
     forks.kill()
     assert stream(server, prompt(64, 3), MANY_TOKENS)["ids"] == expected

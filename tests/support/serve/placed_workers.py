@@ -5,34 +5,38 @@ imported: `python -m tests.support.serve.placed_workers`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import threading
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from mooncake.base import MooncakeError
+from mooncake.launch.cluster.own_raylet import OwnRaylet
 from mooncake.launch.host import environment, machine_facts
+from mooncake.launch.host.credentials import keep_ray_token_private
 from tests.support.serve.plain_settings import worker_settings
 
 NUM_GPUS = 4
 VISIBLE = "3,4,6,7"
+LOOPBACK = "127.0.0.1"
 
 
 class Shown:
     """Stands for a worker's process: tells the GPUs that it sees."""
 
-    def __init__(self, worker_id: str) -> None:
+    def __init__(self, worker_id: str, *, is_pool: bool) -> None:
         self._stopped = threading.Event()
 
     def run(self, encoded: bytes, secret_file: str, run: str, orphan_s: float) -> None:
         self._stopped.wait()
 
     def state(self) -> bytes:
-        from mooncake.launch.cluster.ray_cluster import State
+        from mooncake.launch.cluster.attendant import State
 
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
         boot = machine_facts.boot_id()
@@ -46,22 +50,22 @@ class Started:
     """A supervisor of workers that show their GPUs."""
 
     def __init__(self) -> None:
-        from mooncake.launch.cluster.ray_cluster import Supervisor
+        from mooncake.launch.cluster.supervisor import Supervisor
 
         self.lost: list[str] = []
         self.supervisor = Supervisor(self.lost.append)
 
     def start(self, **num_gpus: float) -> None:
+        from mooncake.launch.cluster.ray_cluster import RayKeepers
+
         settings = [
             worker_settings(worker_id=name, num_gpus=number) for name, number in num_gpus.items()
         ]
-        self.supervisor.start(
-            settings, lambda *_: None, here_only=True, secret_file=Path("/nonexistent")
-        )
+        self.supervisor.start(settings, lambda *_: None, RayKeepers("a run", here_only=True))
 
     def seen(self) -> dict[str, list[str]]:
         """Return the GPUs that each worker's process sees."""
-        entries = self.supervisor._entries
+        entries = self.supervisor.entries
         return {e.settings.worker_id: e.state.what.split(",") for e in entries if e.state}
 
 
@@ -80,7 +84,7 @@ def played() -> dict[str, Any]:
     """What workers see, at first and after one was killed."""
     started = Started()
     started.start(pair=2.0, half=0.5, other_half=0.5, pool=0.0)
-    before, entry = started.seen(), started.supervisor._entries[0]
+    before, entry = started.seen(), started.supervisor.entries[0]
     assert entry.state is not None
     pid = entry.state.pid
     os.kill(pid, signal.SIGKILL)
@@ -100,15 +104,19 @@ def main() -> None:
     worker: Any = Shown
     ray_cluster.WorkerActor = worker
     ray_cluster.PLACE_S = 2.0
-    ray_cluster.connect(None)
-    try:
-        found = {
-            **played(),
-            "large": refusal(large=8.0),
-            "second": refusal(first=3.0, second=3.0),
-        }
-    finally:
-        ray_cluster.disconnect()
+    keep_ray_token_private()
+    with socket.create_server((LOOPBACK, 0)) as free:
+        address = f"{LOOPBACK}:{free.getsockname()[1]}"
+    with contextlib.closing(OwnRaylet(address, LOOPBACK, lambda: False, head=True)):
+        ray_cluster.connect(address)
+        try:
+            found = {
+                **played(),
+                "large": refusal(large=8.0),
+                "second": refusal(first=3.0, second=3.0),
+            }
+        finally:
+            ray_cluster.disconnect()
     print(json.dumps(found))
 
 

@@ -93,7 +93,7 @@ def test_a_machine_whose_ray_was_started_again_is_looked_at_anew(
     monkeypatch.setattr(placed_worker, "names_of", lambda _: [])
     went_on: list[bool] = []
     supervisor: Any = SimpleNamespace(
-        place=lambda *_: None, are_ready=lambda: False,
+        resume=lambda *_: None, are_ready=lambda: False,
         watch=lambda go_on: went_on.append(go_on()),
     )  # fmt: skip
     node: Any = SimpleNamespace(_cluster=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +52,7 @@ def test_a_call_that_starts_a_worker_carries_no_secret(settings: list[WorkerSett
     sent: list[Any] = []
     actor = SimpleNamespace(run=SimpleNamespace(remote=lambda *words: sent.extend(words)))
     for each in settings:
-        ray_cluster._call_run(actor, each, "/a/file", "a run", 60.0)
+        ray_cluster.RayKeepers("a run", Path("/a/file"), 60.0)._run(actor, each)
     all_sent = b"".join(one if isinstance(one, bytes) else str(one).encode() for one in sent)
     for secret in (SECRET, TOKEN, "a user's"):
         assert secret.encode() not in all_sent
@@ -72,18 +71,3 @@ def test_a_worker_finds_the_secret_in_the_file_or_in_its_environment(
     assert ray_cluster._secret_here(file) == ("mounted", private / "mounted")
     write_private(file, "written")
     assert ray_cluster._secret_here(file) == ("written", file)
-
-
-def test_ray_runs_in_a_folder_of_this_user_alone(
-    private: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[dict[str, Any]] = []
-    monkeypatch.setenv("HOME", str(private))
-    monkeypatch.setattr(ray_cluster.ray, "init", lambda **options: started.append(options))
-    ray_cluster.connect(None)
-    [options] = started
-    place = Path(options["_temp_dir"])
-    assert stat.S_IMODE(place.stat().st_mode) == 0o700
-    longest = "/session_2026-11-22_06-42-33_123456_1234567/sockets/plasma_store"
-    monkeypatch.delenv("RAY_TMPDIR")
-    assert len(str(ray_cluster.private_dir()) + longest) < 107, "the limit of a socket's path"

@@ -1,203 +1,205 @@
-"""What the supervisor does about a worker that refuses to start: Ray itself is not needed."""
+"""What the supervisor does about workers that die, refuse to start, come and leave."""
 
 from __future__ import annotations
 
-import inspect
-from pathlib import Path
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RaySystemError
 
 from mooncake.base import ConfigError, MooncakeError, Role
-from mooncake.base.parallel import Shape
-from mooncake.launch.cluster import ray_cluster
+from mooncake.launch.cluster import supervisor as supervisor_module
+from mooncake.launch.cluster.attendant import State
 from mooncake.launch.cluster.followed_load import Changes, LoadFollower
-from mooncake.launch.cluster.ray_cluster import State, Supervisor
-from mooncake.launch.worker.process import WorkerSettings
-from mooncake.model.options import ModelOptions
+from mooncake.launch.cluster.supervisor import End, Entry, How, Keeper, Supervisor
+from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.scheduler.scaling.policy import RoleAdvice
-from tests.support.serve.placed_workers import Shown
 from tests.support.serve.plain_settings import worker_settings
 
 REFUSAL = "health-port: cannot listen on 127.0.0.1:9000"
+REFUSED = End(How.STOPPED, REFUSAL)
+DIED = End(How.DIED, "it was killed")
 
 
-def fails(error: Exception) -> Any:
-    """Return a function that raises `error`."""
+class FakeKeeper:
+    """Looks after no process; it notes what it is asked."""
 
-    def call(*_: object, **__: object) -> None:
-        raise error
+    def __init__(self, name: str, fake: FakeKeepers) -> None:
+        self._name = name
+        self._fake = fake
+        self.ended: End | None = None
+        self.known: State | None = None
 
-    return call
+    def run(self) -> None:
+        if self._fake.away:
+            raise MooncakeError("it does not answer")
+        self._fake.started.append(self._name)
+        self.ended = None
+
+    def end(self) -> End | None:
+        return self.ended
+
+    def state(self) -> State | None:
+        return self.known
+
+    def stop(self, drain_s: float, waits: bool) -> None:
+        if self._fake.away:
+            raise MooncakeError("it does not answer")
+        self._fake.stopped.append((self._name, drain_s, waits))
+
+    def close(self) -> None:
+        self._fake.closed.append(self._name)
+
+
+class FakeKeepers:
+    """Makes them, and counts."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.stopped: list[tuple[str, float, bool]] = []
+        self.closed: list[str] = []
+        self.may_wait: list[bool] = []
+        self.made: dict[str, FakeKeeper] = {}
+        self.away = False
+        """They cannot be asked."""
+
+    def __call__(self, settings: WorkerSettings, waits: bool) -> Keeper:
+        self.may_wait.append(waits)
+        made = self.made[settings.worker_id] = FakeKeeper(settings.worker_id, self)
+        return made
 
 
 @pytest.fixture
-def entry(monkeypatch: pytest.MonkeyPatch) -> ray_cluster._Entry:
-    """A worker whose Ray call has ended with a refusal."""
-    monkeypatch.setattr(ray_cluster.ray, "get", lambda call: REFUSAL)
-    monkeypatch.setattr(ray_cluster, "time", SimpleNamespace(monotonic=lambda: 100.0))
-    unused: Any = None
-    return ray_cluster._Entry(worker_settings(), unused, unused)
+def entry(monkeypatch: pytest.MonkeyPatch) -> Entry:
+    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    return Entry(worker_settings(), FakeKeeper("decode-0", FakeKeepers()))
 
 
-@pytest.mark.parametrize("name", ["run", "state", "stop"])
-def test_the_worker_of_the_tests_is_called_as_the_real_one(name: str) -> None:
-    double, real = (
-        inspect.signature(getattr(cls, name)) for cls in (Shown, ray_cluster.WorkerActor)
-    )
-    assert list(double.parameters) == list(real.parameters)
+def elsewhere(*, ready: bool) -> State:
+    return State(1, "of another machine", "ready" if ready else "loading", 0, 0, ready=ready)
 
 
-def test_a_placed_worker_is_started_where_it_runs_and_nowhere_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Ray may take another node while some do not know a new one yet. Then the actor ends, and Ray
-    tries again: a second worker would load the weights again.
-    """
-    made: list[tuple[Any, dict[str, Any]]] = []
-    actor = SimpleNamespace(run=SimpleNamespace(remote=lambda *words: "running"))
-
-    def options(scheduling_strategy: Any, **_: Any) -> Any:
-        return SimpleNamespace(
-            remote=lambda worker_id, **where: made.append((scheduling_strategy, where)) or actor
-        )
-
-    monkeypatch.setattr(ray_cluster.ray, "remote", lambda _: SimpleNamespace(options=options))
-    node, other = "5e" * 28, "6f" * 28
-    Supervisor(lambda _: None).place([worker_settings()], {"decode-0": node})
-    [(strategy, where)] = made
-    assert (strategy.node_id, strategy.soft) == (node, True)
-    assert where == {"placed": True, "node": node}
-
-    class Ended(Exception):
-        pass
-
-    monkeypatch.setattr(ray_cluster.os, "_exit", fails(Ended()))
-    context = SimpleNamespace(get_node_id=lambda: other)
-    monkeypatch.setattr(ray_cluster.ray, "get_runtime_context", lambda: context)
-    with pytest.raises(Ended):
-        ray_cluster.WorkerActor("decode-0", **where).run(b"", "", "", 0.0)
-
-
-def test_a_refusal_at_the_start_ends_the_start(entry: ray_cluster._Entry) -> None:
-    supervisor = Supervisor(lambda _: None)
+def test_a_refusal_at_the_start_ends_the_start(entry: Entry) -> None:
     with pytest.raises(MooncakeError, match=f"decode-0: {REFUSAL}"):
-        supervisor._on_end(entry)
+        Supervisor(lambda _: None)._on_end(entry, REFUSED)
+
+
+def test_a_start_ends_with_the_pids_or_with_the_worker_that_dies_again_and_again() -> None:
+    class Dies(FakeKeeper):
+        def run(self) -> None:
+            super().run()
+            self.ended = DIED
+
+    fake = FakeKeepers()
+    supervisor = Supervisor(lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor_module, "START_POLL_S", 0.0)
+        patch.setattr(supervisor_module, "LONGEST_WAIT_S", 0.0)
+        with pytest.raises(MooncakeError, match="decode-0 died 3 times while it was starting"):
+            supervisor.start([worker_settings()], lambda *_: None, lambda *_: Dies("d", fake))
+    assert fake.started.count("d") >= supervisor_module.MAX_EARLY_DEATHS
+
+    def ready(settings: WorkerSettings, waits: bool) -> Keeper:
+        keeper = fake(settings, waits)
+        fake.made[settings.worker_id].known = State(os.getpid(), "another", "", 0, 0, ready=True)
+        return keeper
+
+    shown: list[tuple[str, str]] = []
+    started = Supervisor(lambda _: None).start(
+        [worker_settings()], lambda name, what, *_: shown.append((name, what)), ready
+    )
+    assert started == {"decode-0": os.getpid()}
+    assert shown == [("decode-0", "ready")]
+    assert fake.may_wait == [False]
 
 
 def test_a_refusal_to_start_again_costs_one_worker_and_is_tried_ever_more_seldom(
-    entry: ray_cluster._Entry,
+    entry: Entry,
 ) -> None:
     lost: list[str] = []
     supervisor = Supervisor(lost.append)
     supervisor._have_started = True
     pauses = []
     for _ in range(5):
-        entry.state = State(1, "boot", "loading weights", 0, 0, ready=False)
+        entry.state = elsewhere(ready=False)
         entry.retry_at_s = None
-        supervisor._on_end(entry)
+        supervisor._on_end(entry, REFUSED)
         assert entry.retry_at_s is not None
         pauses.append(round(entry.retry_at_s - 100.0, 1))
     assert lost == ["decode-0"], "told once, until it is there again"
     assert pauses == [0.4, 1.6, 6.4, 25.6, 30.0]
     entry.early_deaths, entry.retry_at_s = 10**6, None
-    supervisor._on_end(entry)
+    supervisor._on_end(entry, REFUSED)
     assert entry.retry_at_s == 130.0, "also after days"
 
 
-@pytest.mark.parametrize("orphan_s", [0.0, 60.0])
-def test_a_worker_whose_actor_alone_has_died_is_not_lost(
-    entry: ray_cluster._Entry, monkeypatch: pytest.MonkeyPatch, orphan_s: float
-) -> None:
-    """The actor that Ray starts again adopts it; one that does not wait for that ends."""
+def test_what_its_keeper_still_says_of_a_dead_process_brings_no_worker_back(entry: Entry) -> None:
     lost: list[str] = []
-    supervisor = Supervisor(lost.append, run="a run", orphan_s=orphan_s)
+    supervisor = Supervisor(lost.append)
     supervisor._have_started = True
-    entry.state = State(1, "of another machine", "ready", 0, 0, ready=True)
-    monkeypatch.setattr(ray_cluster.ray, "get", fails(ray_cluster.RayActorError()))
-    supervisor._on_end(entry)
+    entry.state = elsewhere(ready=False)
+    keeper: Any = entry.keeper
+    keeper.known = entry.state
+    supervisor._on_end(entry, DIED)
+    entry.retry_at_s = None
+    supervisor._ask_state(entry)
+    assert (entry.lost, entry.state) == (True, None)
+    supervisor._on_end(entry, DIED)
+    assert lost == ["decode-0"]
+    entry.retry_at_s, keeper.known = None, State(2, "of another machine", "", 0, 0, ready=True)
+    supervisor._ask_state(entry)
+    assert entry.serves
+
+
+@pytest.mark.parametrize("orphan_s", [0.0, 60.0])
+@pytest.mark.parametrize("how", [How.KEEPER_DIED, How.KEEPER_AWAY])
+def test_a_worker_whose_keeper_alone_has_died_is_not_lost(
+    entry: Entry, orphan_s: float, how: How
+) -> None:
+    """The keeper that starts again adopts it; one that does not wait for that ends."""
+    lost: list[str] = []
+    supervisor = Supervisor(lost.append, orphan_s=orphan_s)
+    supervisor._have_started = True
+    entry.state = elsewhere(ready=True)
+    supervisor._on_end(entry, End(how))
     assert lost == ([] if orphan_s else ["decode-0"])
     assert entry.retry_at_s is not None
     entry.retry_at_s = None
-    entry.state = State(1, "of another machine", "ready", 0, 0, ready=True)
-    monkeypatch.setattr(ray_cluster.ray, "get", fails(ray_cluster.RayError()))
-    supervisor._on_end(entry)
-    assert lost == ["decode-0"], "its actor has seen it end"
+    entry.state = elsewhere(ready=True)
+    supervisor._on_end(entry, DIED)
+    assert lost == ["decode-0"], "its keeper has seen it end"
 
 
-def test_a_ray_that_takes_too_long_to_start_is_told_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Ray raises a plain `Exception` then. Where workers serve on, it is tried again."""
-    slow = Exception("The current node timed out during startup.\nIt may be overloaded.")
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    monkeypatch.setattr(ray_cluster, "keep_ray_token_private", lambda: None)
-    monkeypatch.setattr(ray_cluster.ray, "init", fails(slow))
-    with pytest.raises(ConfigError, match=r"^no Ray cluster on this machine: .* during startup\.$"):
-        ray_cluster.connect(None)
-
-
-class FakeRay:
-    """Counts actors; each says what it was told."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.started: list[str] = []
-        self.stopped: list[tuple[str, float, bool]] = []
-        self.killed: list[str] = []
-        self.groups: list[str] = []
-        context = SimpleNamespace(get_node_id=lambda: "5e" * 28)
-        for name, stub in (
-            ("remote", self._remote),
-            ("kill", lambda actor, no_restart: self.killed.append(actor.name)),
-            ("get_runtime_context", lambda: context),
-            ("wait", lambda calls, **_: (calls, [])),
-        ):
-            monkeypatch.setattr(ray_cluster.ray, name, stub)
-        group = SimpleNamespace(wait=fails(AssertionError("nobody waits for the GPUs")))
-        monkeypatch.setattr(ray_cluster, "PlacementGroupSchedulingStrategy", lambda *_, **__: "it")
-        monkeypatch.setattr(
-            ray_cluster._groups, "placement_group",
-            lambda bundles, strategy: self.groups.append(f"{bundles} {strategy}") or group,
-        )  # fmt: skip
-        monkeypatch.setattr(
-            ray_cluster._groups, "remove_placement_group", lambda group: self.groups.pop()
-        )
-        monkeypatch.setattr(ray_cluster.ray, "nodes", list)
-
-    def _remote(self, worker_class: type) -> Any:
-        del worker_class
-
-        def make(worker_id: str, **_: Any) -> Any:
-            self.started.append(worker_id)
-            return SimpleNamespace(
-                name=worker_id,
-                run=SimpleNamespace(remote=lambda *words: f"run of {worker_id}"),
-                stop=SimpleNamespace(
-                    remote=lambda drain_s, waits: self.stopped.append((worker_id, drain_s, waits))
-                ),
-            )
-
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make))
+def test_workers_are_left_to_the_next_supervisor_when_a_daemon_of_their_keepers_ends() -> None:
+    """Nothing is asked of keepers from then on."""
+    fake, (ours, theirs) = FakeKeepers(), os.pipe()
+    supervisor = Supervisor(lambda _: None, daemons=[ours])
+    supervisor.resume([worker_settings()], fake)
+    assert fake.may_wait == [True]
+    os.close(theirs)
+    supervisor.watch()
+    assert supervisor.keepers_are_gone
+    supervisor.forget()
+    assert (fake.stopped, fake.closed, supervisor.entries) == ([], [], [])
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(ours)
 
 
 class Followed:
     """A supervisor of up to three decode workers, and the advice that it follows."""
 
-    def __init__(self, *, cpus_aside: bool = False, num_gpus: float = 0.0) -> None:
+    def __init__(self, fake: FakeKeepers) -> None:
         self.lost: list[str] = []
-        self.supervisor = Supervisor(self.lost.append, cpus_aside=cpus_aside)
-        self.supervisor._here_only = False
+        self.supervisor = Supervisor(self.lost.append)
+        self.supervisor.resume([], fake)
         self._wanted = 0
-        settings = [
-            worker_settings(worker_id=f"decode-{number}", num_gpus=num_gpus) for number in range(3)
-        ]
+        settings = [worker_settings(worker_id=f"decode-{number}") for number in range(3)]
         self._follower = LoadFollower(settings, self._advice, 77.0)
 
     @property
-    def entries(self) -> dict[str, ray_cluster._Entry]:
-        return {entry.settings.worker_id: entry for entry in self.supervisor._entries}
+    def entries(self) -> dict[str, Entry]:
+        return {entry.settings.worker_id: entry for entry in self.supervisor.entries}
 
     def _advice(self) -> list[RoleAdvice]:
         names = frozenset(n for n, e in self.entries.items() if e.serves and not e.leaves)
@@ -211,52 +213,51 @@ class Followed:
 
     def become_ready(self, *names: str) -> None:
         for name in names:
-            self.entries[name].state = State(1, "elsewhere", "ready", 0, 0, ready=True)
+            self.entries[name].state = elsewhere(ready=True)
 
 
-def test_workers_come_and_go_with_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake, followed = FakeRay(monkeypatch), Followed()
+def test_workers_come_and_go_with_what_is_wanted() -> None:
+    fake = FakeKeepers()
+    followed = Followed(fake)
     assert followed.look(1) == ["decode-0"]
     assert followed.look(3) == ["decode-0", "decode-1", "decode-2"]
     followed.become_ready("decode-0", "decode-1")
     assert followed.look(1) == ["decode-0"]
-    assert fake.killed == ["decode-2"], "it had not begun to serve"
+    assert fake.closed == ["decode-2"], "it had not begun to serve"
     assert fake.stopped == [("decode-2", 0.0, False), ("decode-1", 77.0, True)]
     assert followed.look(1) == ["decode-0"]
     assert len(fake.stopped) == 2, "it is told once"
     assert followed.look(2) == ["decode-0", "decode-2"], "decode-1 is still there"
-    assert [each.worker_id for each in followed.supervisor.forget()] == ["decode-0", "decode-2"]
 
 
-def test_a_worker_that_has_left_does_not_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake, followed = FakeRay(monkeypatch), Followed()
+def test_a_worker_that_has_left_does_not_start_again() -> None:
+    fake = FakeKeepers()
+    followed = Followed(fake)
     followed.look(2)
     followed.become_ready("decode-0", "decode-1")
     followed.look(1)
     left = followed.entries["decode-1"]
-    followed.supervisor._on_end(left)
+    followed.supervisor._on_end(left, End(How.STOPPED))
     assert followed.lost == ["decode-1"]
     assert list(followed.entries) == ["decode-0"]
-    assert fake.killed == ["decode-1"]
+    assert fake.closed == ["decode-1"]
     assert followed.look(2) == ["decode-0", "decode-1"], "its name is free"
     assert fake.started == ["decode-0", "decode-1", "decode-1"]
 
 
-def test_what_ray_cannot_start_now_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The workers that run are watched meanwhile, the log says it once, and what was set aside for
-    a try is given back.
+def test_what_cannot_start_now_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    """The workers that run are watched meanwhile, the log says it once, and what was given to a try
+    is given back.
     """
-    fake, followed = FakeRay(monkeypatch), Followed(num_gpus=8.0)
+    fake = FakeKeepers()
+    followed = Followed(fake)
     assert followed.look(1) == ["decode-0"]
-    [group] = fake.groups
-    with monkeypatch.context() as away:
-        away.setattr(ray_cluster.ray, "remote", fails(RaySystemError("the GCS does not answer")))
-        assert followed.look(2) == followed.look(2) == ["decode-0"]
-        assert fake.groups == [group]
+    fake.away = True
+    assert followed.look(2) == followed.look(2) == ["decode-0"]
+    assert fake.closed == ["decode-1"] * 2
+    fake.away = False
     [said] = [each for each in caplog.messages if "trying again" in each]
-    assert "the GCS does not answer" in said
+    assert "it does not answer" in said
     assert followed.look(2) == ["decode-0", "decode-1"]
     assert fake.started == ["decode-0", "decode-1"]
 
@@ -265,16 +266,17 @@ def test_what_cannot_start_holds_back_nothing_else(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Others start and leave meanwhile."""
-    fake, followed = FakeRay(monkeypatch), Followed()
+    fake = FakeKeepers()
+    followed = Followed(fake)
     followed.look(2)
     followed.become_ready("decode-0", "decode-1")
     three = [worker_settings(worker_id=name) for name in ("bad", "decode-2", "worse")]
     launch = followed.supervisor._launch
 
-    def fails_for_some(settings: WorkerSettings, **words: bool) -> ray_cluster._Entry:
+    def fails_for_some(settings: WorkerSettings) -> Entry:
         if settings.worker_id in ("bad", "worse"):
             raise ConfigError(f"no room for {settings.worker_id}")
-        return launch(settings, **words)
+        return launch(settings)
 
     monkeypatch.setattr(followed.supervisor, "_launch", fails_for_some)
     changes = SimpleNamespace(drain_s=77.0, changes=lambda *_: Changes(three, ["decode-1"]))
@@ -286,27 +288,28 @@ def test_what_cannot_start_holds_back_nothing_else(
     assert said.endswith(": no room for bad; no room for worse")
 
 
-def test_a_worker_that_cannot_be_told_to_leave_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told when Ray answers again; meanwhile its time to leave has not begun."""
-    fake, followed = FakeRay(monkeypatch), Followed()
+def test_a_worker_that_cannot_be_told_to_leave_stays() -> None:
+    """It is told when its keeper answers again; meanwhile its time to leave has not begun."""
+    fake = FakeKeepers()
+    followed = Followed(fake)
     followed.look(2)
     followed.become_ready("decode-0", "decode-1")
-    stop = followed.entries["decode-1"].actor.stop
-    with monkeypatch.context() as away:
-        away.setattr(stop, "remote", fails(RaySystemError("the GCS does not answer")))
-        assert followed.look(1) == ["decode-0", "decode-1"]
+    fake.away = True
+    assert followed.look(1) == ["decode-0", "decode-1"]
+    fake.away = False
     assert followed.look(1) == ["decode-0"]
     assert fake.stopped == [("decode-1", 77.0, True)]
 
 
 @pytest.fixture
-def leaving(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeRay, Followed, list[float]]:
-    """A Ray of two workers, of which decode-1 was told to leave at second 100, and the clock. Ray
-    reports no end.
+def leaving(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeKeepers, Followed, list[float]]:
+    """Two workers, of which decode-1 was told to leave at second 100 and has not ended, and the
+    clock.
     """
-    fake, followed, clock = FakeRay(monkeypatch), Followed(), [100.0]
-    monkeypatch.setattr(ray_cluster.ray, "wait", lambda calls, **_: ([], calls))
-    monkeypatch.setattr(ray_cluster, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    fake, clock = FakeKeepers(), [100.0]
+    followed = Followed(fake)
+    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(supervisor_module, "POLL_S", 0.0)
     followed.look(2)
     followed.become_ready("decode-0", "decode-1")
     followed.look(1)
@@ -314,20 +317,20 @@ def leaving(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeRay, Followed, list[fl
 
 
 def test_a_worker_that_does_not_leave_in_time_is_ended(
-    leaving: tuple[FakeRay, Followed, list[float]],
+    leaving: tuple[FakeKeepers, Followed, list[float]],
 ) -> None:
     fake, followed, clock = leaving
-    clock[0] += 77.0 + ray_cluster.STOP_S
+    clock[0] += 77.0 + supervisor_module.STOP_S
     followed.supervisor._step()
     assert list(followed.entries) == ["decode-0", "decode-1"]
     clock[0] += 1.0
     followed.supervisor._step()
     assert (list(followed.entries), followed.lost) == (["decode-0"], ["decode-1"])
-    assert fake.killed == ["decode-1"]
+    assert fake.closed == ["decode-1"]
 
 
-def test_an_actor_that_starts_again_is_told_that_its_worker_is_to_leave(
-    leaving: tuple[FakeRay, Followed, list[float]],
+def test_a_keeper_that_starts_again_is_told_that_its_worker_is_to_leave(
+    leaving: tuple[FakeKeepers, Followed, list[float]],
 ) -> None:
     """The one before may have ended before it was told, and the worker would serve for ever."""
     fake, followed, clock = leaving
@@ -337,48 +340,25 @@ def test_an_actor_that_starts_again_is_told_that_its_worker_is_to_leave(
     assert fake.stopped == [("decode-1", 77.0, True), ("decode-1", 70.0, True)]
 
 
-def test_nobody_waits_for_the_gpus_of_workers_that_ray_places(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where a machine is lost, the others may have too few for its workers: those wait for a
-    machine, and all others are looked after.
-    """
-    fake = FakeRay(monkeypatch)
-    workers = [worker_settings(worker_id=f"decode-{number}", num_gpus=8.0) for number in range(2)]
-    Supervisor(lambda _: None).place(workers, {})
-    assert fake.started == ["decode-0", "decode-1"]
-    assert len(fake.groups) == 2
+def test_a_stop_waits_for_workers_that_serve_and_ends_the_others() -> None:
+    class Leaves(FakeKeeper):
+        """It leaves when it is told to, after it has been asked twice whether it has ended."""
 
+        asked = 0
 
-@pytest.mark.parametrize(
-    ("words", "needs"),
-    [
-        ({"num_gpus": 8.0}, {"GPU": 8.0}),
-        ({"num_gpus": 8.0, "cpus_aside": True}, {"GPU": 8.0}),
-        ({"cpus_aside": True}, {"CPU": 1.0}),
-        ({}, None),
-    ],
-)
-def test_what_a_worker_needs_is_set_aside_until_it_has_ended(
-    monkeypatch: pytest.MonkeyPatch, words: dict[str, Any], needs: dict[str, float] | None
-) -> None:
-    """Nobody waits for it: the autoscaler of Ray may have to add a node."""
-    fake, followed = FakeRay(monkeypatch), Followed(**words)
-    group = [f"[{needs}] STRICT_PACK"] if needs else []
-    followed.look(1)
-    followed.look(3)
-    assert fake.groups == group * 3
-    followed.become_ready("decode-0", "decode-1")
-    followed.look(1)
-    assert fake.groups == group * 2, "one still finishes its requests"
-    followed.supervisor._on_end(followed.entries["decode-1"])
-    assert fake.groups == group
-    followed.supervisor.stop()
-    assert fake.groups == []
+        def end(self) -> End | None:
+            self.asked += 1
+            return End(How.STOPPED) if self.asked > 2 else None
 
-
-def test_a_pool_node_needs_no_cpu_of_ray() -> None:
-    supervisor = Supervisor(lambda _: None, cpus_aside=True)
-    assert supervisor._needs(worker_settings(role=Role.KVSTORE)) == {}
-    two = worker_settings(options=ModelOptions(shape=Shape(tp=2), num_threads=3))
-    assert supervisor._needs(two) == {"CPU": 6.0}
+    fake = FakeKeepers()
+    keepers = {name: Leaves(name, fake) for name in ("decode-0", "decode-1")}
+    supervisor = Supervisor(lambda _: None, 33.0, waits=True)
+    workers = [worker_settings(worker_id=name) for name in keepers]
+    supervisor.resume(workers, lambda settings, _: keepers[settings.worker_id])
+    supervisor.entries[0].state = elsewhere(ready=True)
+    supervisor.stop()
+    assert fake.stopped == [
+        ("decode-0", 33.0, True), ("decode-0", 0.0, False), ("decode-1", 0.0, False),
+    ]  # fmt: skip
+    assert keepers["decode-0"].asked == 3
+    assert fake.closed == ["decode-0", "decode-1"]

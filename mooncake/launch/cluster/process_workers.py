@@ -1,40 +1,41 @@
-"""The workers of `mooncake serve` on Ray.
+"""The workers of `mooncake serve` in processes of their own: on this machine, or where a Ray
+cluster places them.
 
-Owns the supervisor; `ray_cluster` owns Ray itself.
+Owns the supervisor.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from concurrent.futures import Future
 from pathlib import Path
 
-from mooncake.base import MooncakeError
+from mooncake.base import SystemIds
 from mooncake.identity import Credential
-from mooncake.launch.cluster import ray_cluster, report
+from mooncake.launch.cluster import report
 from mooncake.launch.cluster.facts import encode_facts
 from mooncake.launch.cluster.followed_load import LoadFollower, first_workers
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.kept_run import KeptRun
+from mooncake.launch.cluster.local_keeper import LocalKeepers
+from mooncake.launch.cluster.supervisor import Make, Supervisor
 from mooncake.launch.cluster.worker_handle import end_left, place_of
 from mooncake.launch.cluster.workers import Workers, cluster_workers, own_facts
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.credentials import secret_file, write_private
+from mooncake.launch.host.descendants import Descendants
 from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.telemetry.health import Vitals
 
-RAY_AGAIN_S = 1.0
-"""Seconds before a Ray that has ended is started again, and between two tries."""
-
-_log = logging.getLogger(__name__)
+END_S = 0.5
+"""Processes that are left at the end, such as Ray's helpers, get this long to end by themselves."""
 
 
-class RayWorkers(Workers):
+class ProcessWorkers(Workers):
     """Starts and watches the workers of a cluster whose gateway is this process."""
 
     can_be_joined = True
@@ -61,7 +62,7 @@ class RayWorkers(Workers):
         self._following: SecretFollower | None = None
         self._started: Future[list[report.WorkerRow]] = Future()
         self._stopping = threading.Event()
-        self._supervisor: ray_cluster.Supervisor | None = None
+        self._supervisor: Supervisor | None = None
         self._thread: threading.Thread | None = None
         self._secret_files: list[Path] = []
         """The files in which processes of this user on this machine find the secret."""
@@ -70,7 +71,6 @@ class RayWorkers(Workers):
         self._settings: list[WorkerSettings] = []
         """The settings of all workers that there may be."""
         self._follower: LoadFollower | None = None
-        self._here_only = config.stays_here
 
     def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
         self._thread = threading.Thread(
@@ -91,7 +91,7 @@ class RayWorkers(Workers):
             self._supervisor.hurry()
 
     def _run(self, gateway_process: GatewayProcess, show: report.Show) -> None:
-        """Run the supervisor's whole life in one thread, because Ray's processes end with their
+        """Run the supervisor's whole life in one thread: processes that Ray starts end with their
         thread.
         """
         try:
@@ -102,12 +102,6 @@ class RayWorkers(Workers):
                 self._started.set_exception(error)
             else:
                 supervisor.watch(self._follower)
-                while supervisor.ray_is_gone and not self._stopping.is_set():
-                    _log.error("Ray has ended here and is started again; workers serve on")
-                    held = supervisor.forget()
-                    ray_cluster.leave_dead_ray()
-                    supervisor = self._new_supervisor(gateway_process)
-                    self._resume(supervisor, held)
             supervisor.stop()
             self._end_left()
         finally:
@@ -115,65 +109,72 @@ class RayWorkers(Workers):
                 self._following.close()
             for file in self._secret_files:
                 file.unlink(missing_ok=True)
-            ray_cluster.disconnect(self._forks)
+            self._end_processes()
+
+    def _end_processes(self) -> None:
+        """End what is left of the processes that were started here."""
+        with Descendants() as descendants:
+            if self._config.ray_address is not None:
+                from mooncake.launch.cluster import ray_cluster
+
+                ray_cluster.disconnect()
+            if self._forks is not None:
+                self._forks.close()
+            descendants.end(END_S)
 
     def _end_left(self) -> None:
-        """End the workers that no supervisor has adopted, such as when Ray does not start again:
-        they would wait for one.
+        """End the workers of an earlier start that no supervisor has adopted, such as when this
+        start fails: they would wait for one.
         """
         name = "" if self._kept is None else self._kept.name
         for each in self._settings if name else ():
             end_left(place_of(name, each.worker_id))
 
-    def _new_supervisor(self, gateway_process: GatewayProcess) -> ray_cluster.Supervisor:
-        config, kept = self._config, self._kept
-        self._supervisor = ray_cluster.Supervisor(
+    def _new_supervisor(self, gateway_process: GatewayProcess) -> Supervisor:
+        config = self._config
+        self._supervisor = Supervisor(
             gateway_process.worker_lost,
             config.shutdown_timeout * config.headless,
             waits=config.headless,
             forks=self._forks,
-            own_ray=config.ray_address is None,
-            cpus_aside=config.follows_load and not self._here_only,
-            run="" if kept is None else kept.name,
-            orphan_s=config.orphan_timeout,
+            orphan_s=self._orphan_s,
         )
         if self._stopping.is_set():
             self._supervisor.give_up()
         return self._supervisor
 
-    def _resume(self, supervisor: ray_cluster.Supervisor, held: list[WorkerSettings]) -> None:
-        """Start Ray again, have the supervisor adopt the workers that it held, and watch them.
-        Where Ray does not start, it is tried again until `stop`.
-        """
-        while not self._stopping.wait(RAY_AGAIN_S):
-            try:
-                self._connect()
-            except MooncakeError as error:
-                _log.error("%s; it is tried again", error.message)
-                ray_cluster.leave_dead_ray()
-                continue
-            supervisor.resume(held, here_only=self._here_only, secret_file=self._own_file)
-            _log.info("Ray runs again")
-            supervisor.watch(self._follower)
-            return
+    @property
+    def _orphan_s(self) -> float:
+        """How long workers wait for another supervisor: not at all if none could find them."""
+        return self._config.orphan_timeout if self._kept is not None and self._kept.name else 0.0
 
-    def _connect(self) -> None:
-        """Start Ray, or attach to it."""
+    def _keepers(self, show: report.Show) -> Make:
+        """Return what makes the workers' keepers: threads here, or actors of a Ray cluster."""
         config = self._config
-        ray_cluster.connect(config.ray_address, forks=self._forks)
+        name = "" if self._kept is None else self._kept.name
+        run = name or SystemIds().hex(8)
+        if config.ray_address is None:
+            return LocalKeepers(run, self._own_file, self._orphan_s, self._forks)
+        from mooncake.launch.cluster import ray_cluster
+
+        show("ray", "connecting", 0, 0)
+        ray_cluster.connect(config.ray_address)
+        show("ray", report.READY, 1, 1)
+        return ray_cluster.RayKeepers(
+            run, self._own_file, self._orphan_s, here_only=config.stays_here,
+            cpus_aside=config.follows_load and not config.stays_here, forks=self._forks,
+        )  # fmt: skip
 
     def _start(
-        self, supervisor: ray_cluster.Supervisor, gateway_process: GatewayProcess, show: report.Show
+        self, supervisor: Supervisor, gateway_process: GatewayProcess, show: report.Show
     ) -> list[report.WorkerRow]:
         config, plan = self._config, self._plan
-        show("ray", "starting", 0, 0)
         own_address = gateway_process.channel.address
         kept_file = None if self._kept is None else self._kept.secret_file
         self._own_file = kept_file or secret_file(own_address)
         self._secret_files = list({self._own_file, secret_file(own_address)})
         self._keep(self._secret)
-        self._connect()
-        show("ray", report.READY, 1, 1)
+        keepers = self._keepers(show)
         host = machine_facts.host_name()
         self._settings = cluster_workers(config, plan, own_address, self._secret, host)
         settings = first_workers(config, self._settings, self._was_left)
@@ -190,9 +191,7 @@ class RayWorkers(Workers):
             self._keep(secret)
 
         self._following = SecretFollower(config.cluster_secret_file, renew)
-        pids = supervisor.start(
-            settings, show, here_only=self._here_only, secret_file=self._own_file
-        )
+        pids = supervisor.start(settings, show, keepers)
         return [
             report.WorkerRow(
                 each.worker_id,

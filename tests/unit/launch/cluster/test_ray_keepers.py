@@ -1,0 +1,195 @@
+"""How Ray places what looks after workers, and what is set aside for these: Ray itself is not
+needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RaySystemError
+
+from mooncake.base import MooncakeError, Role
+from mooncake.base.parallel import Shape
+from mooncake.launch.cluster import ray_cluster
+from mooncake.launch.cluster.ray_cluster import RayKeeper, RayKeepers
+from mooncake.launch.cluster.supervisor import End, How, Supervisor
+from mooncake.model.options import ModelOptions
+from tests.support.serve.placed_workers import Shown
+from tests.support.serve.plain_settings import worker_settings
+
+KEEPERS = RayKeepers("a run")
+
+
+def fails(error: Exception) -> Any:
+    """Return a function that raises `error`."""
+
+    def call(*_: object, **__: object) -> None:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("name", ["__init__", "run", "state", "stop"])
+def test_the_worker_of_the_tests_is_called_as_the_real_one(name: str) -> None:
+    double, real = (
+        inspect.signature(getattr(cls, name)) for cls in (Shown, ray_cluster.WorkerActor)
+    )
+    known = [each for each in real.parameters if each not in ("placed", "node")]
+    assert list(double.parameters) == known
+
+
+def test_a_placed_worker_is_started_where_it_runs_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray may take another node while some do not know a new one yet. Then the actor ends, and Ray
+    tries again: a second worker would load the weights again.
+    """
+    made: list[tuple[Any, dict[str, Any]]] = []
+    actor = SimpleNamespace(run=SimpleNamespace(remote=lambda *words: "running"))
+
+    def options(scheduling_strategy: Any, **_: Any) -> Any:
+        return SimpleNamespace(
+            remote=lambda worker_id, **where: made.append((scheduling_strategy, where)) or actor
+        )
+
+    monkeypatch.setattr(ray_cluster.ray, "remote", lambda _: SimpleNamespace(options=options))
+    node, other = "5e" * 28, "6f" * 28
+    RayKeepers("up", nodes={"decode-0": node})(worker_settings(), True)
+    [(strategy, where)] = made
+    assert (strategy.node_id, strategy.soft) == (node, True)
+    assert where == {"is_pool": False, "placed": True, "node": node}
+
+    class Ended(Exception):
+        pass
+
+    monkeypatch.setattr(ray_cluster.os, "_exit", fails(Ended()))
+    context = SimpleNamespace(get_node_id=lambda: other)
+    monkeypatch.setattr(ray_cluster.ray, "get_runtime_context", lambda: context)
+    with pytest.raises(Ended):
+        ray_cluster.WorkerActor("decode-0", **where).run(b"", "", "", 0.0)
+
+
+class FakeRay:
+    """Counts actors; each says what it was told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[str] = []
+        self.stopped: list[tuple[str, float, bool]] = []
+        self.killed: list[str] = []
+        self.groups: list[str] = []
+        context = SimpleNamespace(get_node_id=lambda: "5e" * 28)
+        for name, stub in (
+            ("remote", self._remote),
+            ("kill", lambda actor, no_restart: self.killed.append(actor.name)),
+            ("get_runtime_context", lambda: context),
+            ("wait", lambda calls, **_: ([], calls)),
+        ):
+            monkeypatch.setattr(ray_cluster.ray, name, stub)
+        group = SimpleNamespace(wait=fails(AssertionError("nobody waits for the GPUs")))
+        monkeypatch.setattr(ray_cluster, "PlacementGroupSchedulingStrategy", lambda *_, **__: "it")
+        monkeypatch.setattr(
+            ray_cluster._groups, "placement_group",
+            lambda bundles, strategy: self.groups.append(f"{bundles} {strategy}") or group,
+        )  # fmt: skip
+        monkeypatch.setattr(
+            ray_cluster._groups, "remove_placement_group", lambda group: self.groups.pop()
+        )
+        monkeypatch.setattr(ray_cluster.ray, "nodes", list)
+
+    def _remote(self, worker_class: type) -> Any:
+        del worker_class
+
+        def make(worker_id: str, **_: Any) -> Any:
+            self.started.append(worker_id)
+            return SimpleNamespace(
+                name=worker_id,
+                run=SimpleNamespace(remote=lambda *words: f"run of {worker_id}"),
+                stop=SimpleNamespace(
+                    remote=lambda drain_s, waits: self.stopped.append((worker_id, drain_s, waits))
+                ),
+            )
+
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make))
+
+
+def test_nobody_waits_for_the_gpus_of_workers_that_ray_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a machine is lost, the others may have too few for its workers: those wait for a
+    machine, and all others are looked after.
+    """
+    fake = FakeRay(monkeypatch)
+    workers = [worker_settings(worker_id=f"decode-{number}", num_gpus=8.0) for number in range(2)]
+    Supervisor(lambda _: None).resume(workers, RayKeepers("up", nodes={}))
+    assert fake.started == ["decode-0", "decode-1"]
+    assert len(fake.groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "cpus_aside", "needs"),
+    [
+        (8.0, False, {"GPU": 8.0}),
+        (8.0, True, {"GPU": 8.0}),
+        (0.0, True, {"CPU": 1.0}),
+        (0.0, False, None),
+    ],
+)
+def test_what_a_worker_needs_is_set_aside_until_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+    num_gpus: float,
+    cpus_aside: bool,
+    needs: dict[str, float] | None,
+) -> None:
+    """Nobody waits for it: the autoscaler of Ray may have to add a node."""
+    fake = FakeRay(monkeypatch)
+    keepers = dataclasses.replace(KEEPERS, cpus_aside=cpus_aside)
+    group = [f"[{needs}] STRICT_PACK"] if needs else []
+    kept = [keepers(worker_settings(num_gpus=num_gpus), True) for _ in range(2)]
+    assert fake.groups == group * 2
+    with monkeypatch.context() as away:
+        away.setattr(ray_cluster.ray, "remote", fails(RaySystemError("the GCS does not answer")))
+        with pytest.raises(MooncakeError, match="the GCS does not answer"):
+            keepers(worker_settings(num_gpus=num_gpus), True)
+    assert fake.groups == group * 2, "what was set aside for a failed try is given back"
+    for number, each in enumerate(kept, 1):
+        each.stop(7.0, True)
+        each.close()
+        assert fake.groups == group * (2 - number)
+    assert fake.stopped == [("decode-0", 7.0, True)] * 2
+    assert fake.killed == ["decode-0"] * 2
+
+
+def test_a_pool_node_needs_no_cpu_of_ray() -> None:
+    keepers = dataclasses.replace(KEEPERS, cpus_aside=True)
+    assert keepers._needs(worker_settings(role=Role.KVSTORE)) == {}
+    two = worker_settings(options=ModelOptions(shape=Shape(tp=2), num_threads=3))
+    assert keepers._needs(two) == {"CPU": 6.0}
+
+
+@pytest.mark.parametrize(
+    ("raised", "how"),
+    [
+        (ActorUnavailableError("it starts", b"\0" * 16), How.KEEPER_AWAY),
+        (RayActorError(), How.KEEPER_DIED),
+        (RayError("the worker has ended"), How.DIED),
+    ],
+)
+def test_an_end_says_who_has_died(
+    monkeypatch: pytest.MonkeyPatch, raised: RayError, how: How
+) -> None:
+    """Only where the actor has seen the worker end, that has died for certain."""
+    keeper = RayKeeper(SimpleNamespace(), None, lambda: "run")
+    keeper.run()
+    monkeypatch.setattr(ray_cluster.ray, "wait", lambda calls, timeout: ([], calls))
+    assert keeper.end() is None
+    monkeypatch.setattr(ray_cluster.ray, "wait", lambda calls, timeout: (calls, []))
+    monkeypatch.setattr(ray_cluster.ray, "get", lambda call: "no room")
+    assert keeper.end() == End(How.STOPPED, "no room")
+    monkeypatch.setattr(ray_cluster.ray, "get", fails(raised))
+    ended = keeper.end()
+    assert ended is not None
+    assert ended.how is how
