@@ -29,7 +29,7 @@ NODE_COST = 8
 SESSION = "x-session-id"
 """The header that names a request's session, for bodies without `session_id`."""
 Body = TypeVar("Body", bound=RequestBody)
-TURN_BYTES = 1 << 20
+TURN_BYTES = 1 << 18
 """After about this many bytes of a body, other requests get a turn."""
 PIECE_CHARS = 1 << 16
 """JSON texts in strings are looked at in pieces of this size, as bodies arrive."""
