@@ -170,7 +170,10 @@ inline __m512i pairs_of(Floats first, Floats second) {
     return _mm512_permutexvar_epi16(_mm512_load_si512(turns), (__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 
-// Memory of this thread until it next asks for some: `size` bytes, aligned to a line.
+enum class Room { ROWS, WEIGHT };
+
+// Memory of this thread until it next asks for some of this kind: `size` bytes, aligned to a line.
+template <Room = Room::ROWS>
 inline char* own_room(size_t size) {
     static thread_local std::unique_ptr<char[]> kept;
     static thread_local size_t room = 0;

@@ -77,6 +77,9 @@ void run_tiles(const bf16* x, const int64_t* chosen, const float* weights, int r
 #pragma omp parallel num_threads(threads)
     {
         bf16 *taken = (bf16*)own_room(sizeof(bf16) * most * (hidden + inner)), *between = taken + (int64_t)most * hidden;
+        using Weight = decltype(weight_of(0, 0));
+        const int64_t block_numbers = std::is_same_v<Weight, Bf16Weight> ? 0 : (int64_t)OUTS * std::max(hidden, inner);
+        bf16* room = (bf16*)own_room<Room::WEIGHT>(sizeof(bf16) * 2 * block_numbers);
         alignas(64) float gates[ROWS_OF_TILES * OUTS], ups[ROWS_OF_TILES * OUTS];
         Tiles tiles;
         // Calls take(first row, rows) for as many rows of a group as tiles hold.
@@ -90,9 +93,10 @@ void run_tiles(const bf16* x, const int64_t* chosen, const float* weights, int r
             const int32_t* pair_of_row = sorted + group.begin;
             for (int row = 0; row < group.end - group.begin; ++row)
                 std::memcpy(taken + (int64_t)row * hidden, x + (int64_t)(pair_of_row[row] / choices) * hidden, hidden * sizeof(bf16));
-            const Bf16Weight first = weight_of(group.expert, 0), second = weight_of(group.expert, 1);
+            const Weight first = weight_of(group.expert, 0), second = weight_of(group.expert, 1);
             for (int block = 0; block < inner / OUTS; ++block) {
-                const Bf16Block gate = first.at(block, hidden), up = first.at(inner / OUTS + block, hidden);
+                const Bf16Block gate = decoded(first.at(block, hidden), hidden, room);
+                const Bf16Block up = decoded(first.at(inner / OUTS + block, hidden), hidden, room + block_numbers);
                 each_part(group, [&](int row, int part) {
                     const bf16* from = taken + (int64_t)row * hidden;
                     tiles.multiply(gate.values, gate.next, OUTS, hidden, part, from, hidden, gates);
@@ -102,7 +106,7 @@ void run_tiles(const bf16* x, const int64_t* chosen, const float* weights, int r
                 });
             }
             for (int block = 0; block < hidden / OUTS; ++block) {
-                const Bf16Block down = second.at(block, inner);
+                const Bf16Block down = decoded(second.at(block, inner), inner, room);
                 each_part(group, [&](int row, int part) {
                     tiles.multiply(down.values, down.next, OUTS, inner, part, between + (int64_t)row * inner, inner, gates);
                     for (int i = 0; i < part * OUTS; i += LANES)
@@ -128,11 +132,9 @@ void run(const bf16* x, const int64_t* chosen, const float* weights, int rows, i
          int experts, int hidden, int inner, int32_t* sorted, bf16* between, float* sums,
          const bf16* add, bf16* out, int threads, const Of& weight_of) {
 #ifdef __AMX_BF16__
-    using Weight = decltype(weight_of(0, 0));
-    if constexpr (std::is_same_v<Weight, Bf16Weight>)
-        if (by_tiles(weight_of(0, 0), rows * choices / experts))
-            return run_tiles(x, chosen, weights, rows, choices, experts, hidden, inner, sorted, (bf16*)sums, add,
-                             out, threads, weight_of);
+    if (by_tiles(rows * choices / experts))
+        return run_tiles(x, chosen, weights, rows, choices, experts, hidden, inner, sorted, (bf16*)sums, add, out,
+                         threads, weight_of);
 #endif
     const std::vector<Group> groups = grouped(chosen, rows * choices, experts, MANY, sorted);
     const int num = groups.size(), inner_blocks = inner / OUTS, hidden_blocks = hidden / OUTS;

@@ -8,13 +8,12 @@ import ctypes
 import math
 
 import torch
-from torch.nn import functional
 
 from mooncake_kernels.native import build
 from mooncake_kernels.native.measured import Experts, Kind, few_tokens, measured
 from mooncake_kernels.native.packed import Quantized, at, blocked, function, reads_onednn
 from mooncake_kernels.onednn import linear as onednn
-from mooncake_kernels.onednn.experts import PackedExperts, by_expert
+from mooncake_kernels.onednn.experts import PackedExperts
 
 
 class Call:
@@ -122,11 +121,7 @@ class PackedBf16Experts(_Experts):
 
 
 class _QuantizedExperts(_Experts):
-    """Experts whose weights stay quantized in memory; x is bfloat16.
-
-    If the CPU has AMX, each expert may also be widened to bfloat16 for it. Otherwise compiled code
-    is faster for any number of tokens.
-    """
+    """Experts whose weights stay quantized in memory; x is bfloat16."""
 
     def __init__(
         self,
@@ -137,29 +132,16 @@ class _QuantizedExperts(_Experts):
         num, _, inner = gate_up[0].shape[:3]
         hidden = down[0].shape[1]
         _check_widths(hidden, inner)
-        self._num = num
         self.gate_up = Quantized(kind, *gate_up)
         self.down = Quantized(kind, *down)
         addresses = self.gate_up.addresses + self.down.addresses
-        many = self._widened if build.has_amx() else None
-        super().__init__(Call(f"experts_{kind}", addresses, num, hidden, inner), many)
+        super().__init__(Call(f"experts_{kind}", addresses, num, hidden, inner), None)
 
     def slot(self, number: int) -> list[torch.Tensor]:
         """Return the tensors that hold the weights of an expert, to read and write."""
         both = slice(2 * number, 2 * number + 2)
         gate_up, down = self.gate_up, self.down
         return [gate_up.codes[both], gate_up.scales[both], down.codes[number], down.scales[number]]
-
-    def _widened(
-        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        return by_expert(x, experts, weights, self._num, self._first, self._second)
-
-    def _first(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.gate_up.wide(2 * expert, 2))
-
-    def _second(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.down.wide(expert))
 
 
 class Int4Experts(_QuantizedExperts):

@@ -8,36 +8,12 @@ namespace {
 template <class Weight, class Take>
 void linear(const bf16* x, int64_t stride, int rows, int outs, int ins, const Weight& weight, int threads,
             const Take& take) {
-    const int piece = by_tiles(weight, rows) ? rows_in_cache(2 * ins) : MANY;
+    const int piece = by_tiles(rows) ? rows_in_cache(2 * ins) : MANY;
     const int blocks = outs / OUTS, pieces = (rows + piece - 1) / piece;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
     for (int unit = 0; unit < blocks * pieces; ++unit) {
         const int block = unit % blocks, begin = unit / blocks * piece, end = std::min(begin + piece, rows);
         each_product(weight, block, ins, begin, end, x, stride, [&](int row, const float* sums) { take(row, block, sums); });
-    }
-}
-
-// The weight as [outs, ins], each number rounded once.
-template <class Weight>
-void widen(const Weight& weight, int outs, int ins, bf16* out, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int block = 0; block < outs / OUTS; ++block) {
-        const auto here = weight.at(block, ins);
-        for (int pair = 0; pair < ins / 2; ++pair) {
-            Pairs part[PARTS];
-            here.pair(pair, part);
-            for (int p = 0; p < PARTS; ++p) {
-                const Floats scale = here.scale(2 * pair / here.GROUP, p);
-                bf16 first[LANES], second[LANES];
-                store(first, even(part[p]) * scale);
-                store(second, odd(part[p]) * scale);
-                for (int lane = 0; lane < LANES; ++lane) {
-                    bf16* to = out + (int64_t)(block * OUTS + p * LANES + lane) * ins + 2 * pair;
-                    to[0] = first[lane];
-                    to[1] = second[lane];
-                }
-            }
-        }
     }
 }
 
@@ -66,14 +42,6 @@ void linear_fp8(const bf16* x, int rows, int outs, int ins, const void* codes, c
         const int64_t at = (int64_t)row * outs + block * OUTS;
         store_sums(sums, add ? add + at : nullptr, out + at);
     });
-}
-
-void widen_int4(const void* codes, const bf16* scales, int outs, int ins, bf16* out, int threads) {
-    widen(Int4Weight{codes, scales}, outs, ins, out, threads);
-}
-
-void widen_fp8(const void* codes, const float* factors, int outs, int ins, bf16* out, int threads) {
-    widen(Fp8Weight{codes, factors}, outs, ins, out, threads);
 }
 
 // from: [outs, ins / 2], the even in in the low half.

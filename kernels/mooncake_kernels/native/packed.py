@@ -7,14 +7,10 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch.nn import functional
 
 from mooncake_kernels.native import build
 from mooncake_kernels.onednn import linear as onednn
 from mooncake_kernels.reference.fp8 import GROUP as FP8_BLOCK
-
-_AMX_ROWS = 32
-"""The least number of rows at which AMX's tiles save more time than widening the weight costs."""
 
 
 def function(name: str) -> Callable[..., None]:
@@ -77,38 +73,25 @@ class Quantized:
         Raises:
             CannotBuild: compiled code cannot run here, or not on these widths.
         """
-        *lead, self._outs, columns = values.shape
-        self._ins = 8 * columns if kind == "int4" else columns
-        if not build.fits(self._outs, self._ins):
+        *lead, outs, columns = values.shape
+        ins = 8 * columns if kind == "int4" else columns
+        if not build.fits(outs, ins):
             raise build.CannotBuild(
-                f"weights of widths {self._outs} and {self._ins}, not multiples of {build.WIDTH}"
+                f"weights of widths {outs} and {ins}, not multiples of {build.WIDTH}"
             )
-        self._widen = function(f"widen_{kind}")
         stored = values.contiguous().view(torch.uint8)
         num = math.prod(lead)
         self.codes = torch.empty(num, stored.numel() // num, dtype=torch.uint8)
         function(f"pack_{kind}")(
-            at(stored), ctypes.c_int64(num * self._outs), self._ins, at(self.codes),
-            torch.get_num_threads(),
+            at(stored), ctypes.c_int64(num * outs), ins, at(self.codes), torch.get_num_threads(),
         )  # fmt: skip
-        ordered = _int4_scales(factors) if kind == "int4" else _fp8_factors(factors, self._outs)
+        ordered = _int4_scales(factors) if kind == "int4" else _fp8_factors(factors, outs)
         self.scales = ordered.reshape(num, -1)
 
     @property
     def addresses(self) -> list[int]:
         """The addresses of the codes and of the scales."""
         return [self.codes.data_ptr(), self.scales.data_ptr()]
-
-    def wide(self, first: int = 0, num: int = 1) -> torch.Tensor:
-        """Return `num` of the weights from number `first` on, one below the other, [num * outs,
-        ins] bfloat16.
-        """
-        wide = torch.empty(num * self._outs, self._ins, dtype=torch.bfloat16)
-        self._widen(
-            at(self.codes[first]), at(self.scales[first]), num * self._outs, self._ins, at(wide),
-            torch.get_num_threads(),
-        )  # fmt: skip
-        return wide
 
 
 def _int4_scales(scales: torch.Tensor) -> torch.Tensor:
@@ -127,8 +110,10 @@ def _fp8_factors(factors: torch.Tensor, outs: int) -> torch.Tensor:
 
 class Fp8Linear:
     """`x W^T` of an e4m3 weight [outs, ins] with a factor for each 128 x 128 block; x: [rows, ins]
-    bfloat16, which is not quantized. More than `most` rows are multiplied with the weight widened.
+    bfloat16, which is not quantized.
     """
+
+    most = math.inf
 
     def __init__(self, weight: torch.Tensor, factors: torch.Tensor) -> None:
         """Raises CannotBuild when compiled code cannot run here, or not on these widths."""
@@ -136,16 +121,10 @@ class Fp8Linear:
         self._multiply = function("linear_fp8")
         self.outs, self.ins = weight.shape
         self.addresses = self._weight.addresses
-        self.most: float = _AMX_ROWS if build.has_amx() else math.inf
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
-        """Return [rows, outs] bfloat16. `add`, of that shape, is added (for up to `most` rows,
-        before they are rounded).
-        """
+        """Return [rows, outs] bfloat16. `add`, of that shape, is added before they are rounded."""
         rows = x.shape[0]
-        if rows > self.most:
-            made = functional.linear(onednn.padded(x), self._weight.wide())[:rows]
-            return made if add is None else made.add_(add)
         x, add = x.contiguous(), None if add is None else add.contiguous()
         out = x.new_empty(rows, self.outs)
         codes, scales = (ctypes.c_void_p(address) for address in self.addresses)

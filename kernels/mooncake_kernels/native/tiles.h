@@ -269,15 +269,42 @@ inline void store_sums(const float* sums, const bf16* add, bf16* to) {
     }
 }
 
-// Whether tiles multiply `rows` rows with such a weight, and then any number of them at once.
-template <class Weight>
-constexpr bool by_tiles(const Weight&, int rows) {
+// Whether tiles multiply `rows` rows, and then any number of them at once.
+constexpr bool by_tiles(int rows) {
 #ifdef __AMX_BF16__
-    return std::is_same_v<Weight, Bf16Weight> && rows > ROWS;
+    return rows > ROWS;
 #else
     return false;
 #endif
 }
+
+#ifdef __AMX_BF16__
+
+// A block as tiles multiply it: as it is, or decoded to `room` (OUTS * ins numbers), each number
+// times its scale and rounded once.
+inline Bf16Block decoded(const Bf16Block& block, int, bf16*) { return block; }
+
+template <class Block>
+Bf16Block decoded(const Block& block, int ins, bf16* room) {
+    const Bf16Block made{room, (int64_t)TOGETHER * ins};
+    for (int begin = 0; begin < ins; begin += Block::GROUP) {
+        Floats scales[PARTS];
+        for (int p = 0; p < PARTS; ++p) scales[p] = block.scale(begin / Block::GROUP, p);
+        const int end = std::min(begin + Block::GROUP, ins);
+        for (int pair = begin / 2; pair < end / 2; ++pair) {
+            Pairs part[PARTS];
+            block.pair(pair, part);
+            for (int p = 0; p < PARTS; ++p) {
+                const int out = p * LANES;
+                bf16* to = room + out / TOGETHER * made.next + ((int64_t)pair * TOGETHER + out % TOGETHER) * 2;
+                _mm512_storeu_si512(to, pairs_of(even(part[p]) * scales[p], odd(part[p]) * scales[p]));
+            }
+        }
+    }
+    return made;
+}
+
+#endif
 
 // How many rows of so many bytes a core keeps while weights pass by them: a multiple of 32.
 inline int rows_in_cache(int64_t bytes) { return (int)std::min(std::max((1 << 20) / bytes / 32, (int64_t)2), (int64_t)16) * 32; }
@@ -288,18 +315,19 @@ template <class Weight, class Take>
 void each_product(const Weight& weight, int block, int ins, int begin, int end, const bf16* x, int64_t stride,
                   const Take& take) {
 #ifdef __AMX_BF16__
-    if constexpr (std::is_same_v<Weight, Bf16Weight>)
-        if (by_tiles(weight, end - begin)) {
-            const auto here = weight.at(block, ins);
-            alignas(64) float made[ROWS_OF_TILES * OUTS];
-            Tiles tiles;
-            for (int first = begin; first < end; first += ROWS_OF_TILES) {
-                const int num = std::min(ROWS_OF_TILES, end - first);
-                tiles.multiply(here.values, here.next, OUTS, ins, num, x + first * stride, stride, made);
-                for (int r = 0; r < num; ++r) take(first + r, made + r * OUTS);
-            }
-            return;
+    if (by_tiles(end - begin)) {
+        const bool is_decoded = std::is_same_v<Weight, Bf16Weight>;
+        bf16* room = is_decoded ? nullptr : (bf16*)own_room<Room::WEIGHT>(sizeof(bf16) * OUTS * ins);
+        const Bf16Block here = decoded(weight.at(block, ins), ins, room);
+        alignas(64) float made[ROWS_OF_TILES * OUTS];
+        Tiles tiles;
+        for (int first = begin; first < end; first += ROWS_OF_TILES) {
+            const int num = std::min(ROWS_OF_TILES, end - first);
+            tiles.multiply(here.values, here.next, OUTS, ins, num, x + first * stride, stride, made);
+            for (int r = 0; r < num; ++r) take(first + r, made + r * OUTS);
         }
+        return;
+    }
 #endif
     alignas(64) float made[MANY * OUTS];
     const bf16* row[MANY];

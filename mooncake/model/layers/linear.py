@@ -137,10 +137,7 @@ class Fp8Linear:
         return self._multiply(x, to)
 
     def prepare(self, rows: int, *, adding: bool = False) -> None:
-        """Multiply so many rows, if a library does with the weight widened."""
-        del adding
-        if self.few is not None and rows > self.few.most:
-            self.few(torch.zeros(rows, self.few.ins, dtype=torch.bfloat16))
+        """Do nothing, because no library multiplies here."""
 
 
 class SummedProduct:
