@@ -4,8 +4,8 @@ The highest rate at which 90 % of a published trace's requests keep their limits
 compute prompts beside decode (`coupled-chunked-prefix`: chunks, a prefix cache in each engine), of
 prefill and decode apart, and of both with the pool. Each system is played with several settings
 (tokens of a step, or how many engines prefill), slower and faster, until limits are kept and
-missed, and the best one counts. Nothing is refused. `--out` keeps runs, and a later call goes on
-behind them; `--only` plays a part.
+missed, and the best one counts. Nothing is refused. `--every 4` plays one conversation in four of
+the whole trace. `--out` keeps runs, and a later call goes on behind them; `--only` plays a part.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from benchmarks.support.goodput_figures import Highest, Limits, Outcome, Trial, highest_rate
@@ -24,16 +25,16 @@ from mooncake.launch.config.shipped import figures
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.console import GC_EVERY
 from mooncake.sim.files import read_trace
-from mooncake.sim.results.plots import points_plot
+from mooncake.sim.results.plots import picture, points_plot
 from mooncake.sim.results.report import comparison_page
 from mooncake.sim.simulation import Simulation, SimulationConfig
-from mooncake.sim.workload import TraceLine, Workload
+from mooncake.sim.workload import TraceLine, Workload, describe
 from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
 
 MODEL = "kimi-k2-thinking"
 NUM_NODES = 16
 WANTED = 0.9
-FASTER = 1.3
+FASTER = 1.5
 """From one rate to the next."""
 ALIKE = 0.02
 """Settings whose shares of good requests differ by less all go on to the next rate."""
@@ -71,11 +72,9 @@ class Run(Trial, frozen=True, kw_only=True):
 def settings(num_engines: int) -> list[Setting]:
     """Return all settings that are tried with so many engines."""
     own = SchedulerConfig(policy="local-cache-aware", fetch_remote=False)
-    turns = SchedulerConfig(policy="round-robin", fetch_remote=False)
     found = []
     for system, scheduler, pool in (
-        ("both in one engine, round robin", turns, False),
-        ("both in one engine, cache-aware", own, False),
+        ("both in one engine", own, False),
         ("both in one engine, with the pool", SchedulerConfig(), True),
     ):
         for chunk in CHUNKS:
@@ -98,18 +97,33 @@ def settings(num_engines: int) -> list[Setting]:
     return found
 
 
+def some_of(lines: Sequence[TraceLine], every: int) -> list[TraceLine]:
+    """Return one conversation in `every`, drawn from all of a trace: prefixes are shared as in the
+    whole. The requests of a conversation have their second block in common: the first is the
+    system prompt of all.
+    """
+    random = Random(0)
+    drawn: dict[int, bool] = {}
+    for line in lines:
+        first = line.hash_ids[:2][-1]
+        if first not in drawn:
+            drawn[first] = random.randrange(every) == 0
+    return [line for line in lines if drawn[line.hash_ids[:2][-1]]]
+
+
 def engines_on(hardware: str) -> int:
     """Return how many engines sixteen nodes are."""
     shape = SHAPES[hardware]
     return NUM_NODES * figures(hardware, HardwareFigures).num_gpus // (shape.tp * shape.pp)
 
 
-def play(hardware: str, setting: Setting, lines: Sequence[TraceLine], speed: float) -> Run:
-    """Simulate one setting under the trace, `speed` times as fast as recorded."""
+def play(hardware: str, setting: Setting, lines: Sequence[TraceLine], rate: float) -> Run:
+    """Simulate one setting under the trace, so fast that `rate` requests come a second."""
     gc.set_threshold(GC_EVERY)
     shape, num_engines = SHAPES[hardware], engines_on(hardware)
     fields = {"pool_tokens": POOL_TOKENS * NUM_NODES // num_engines} | dict(setting.more)
-    workload = Workload.replay(lines, speed=speed)
+    workload = Workload.replay(lines)
+    workload = Workload.replay(lines, speed=rate * workload.duration_s / len(lines))
     config = SimulationConfig(
         model=figures(MODEL, ModelFigures),
         hardware=figures(hardware, HardwareFigures),
@@ -125,7 +139,7 @@ def play(hardware: str, setting: Setting, lines: Sequence[TraceLine], speed: flo
         load=hardware,
         server=setting.name,
         system=setting.system,
-        rate=rate_of(workload),
+        rate=rate,
         seed=config.seed,
         outcomes=[
             Outcome(
@@ -154,30 +168,30 @@ def search(
     known = {(run.load, run.system, run.server, round(run.rate, 6)): run for run in kept.read()}
     systems: dict[str, list[Setting]] = {}
     for setting in settings(engines_on(hardware)):
-        if not args.only or any(part in setting.system for part in args.only):
+        name = f"{setting.system}, {setting.name}"
+        if not args.only or any(part in name for part in args.only):
             systems.setdefault(setting.system, []).append(setting)
 
-    def played(setting: Setting, speed: float) -> Run:
-        rate = rate_of(Workload.replay(lines, speed=speed))
+    def played(setting: Setting, rate: float) -> Run:
         run = known.get((hardware, setting.system, setting.name, round(rate, 6)))
-        if run is None:
-            run = play(hardware, setting, lines, speed)
+        if run is None or len(run.outcomes) != len(lines):
+            run = play(hardware, setting, lines, rate)
             kept.add(run)
         return run
 
     for tried in systems.values():
-        first = [played(setting, args.speed) for setting in tried]
+        first = [played(setting, args.rate) for setting in tried]
         yield from first
         for factor, wanted in ((1 / FASTER, limits[:1]), (FASTER, limits[-1:])):
-            left, runs, speed = tried, first, args.speed
+            left, runs, rate = tried, first, args.rate
             for _ in range(MOST_STEPS):
                 if factor > 1:
                     left = _going_on(left, runs, limits)
                 keeps = any(run.share(each) >= WANTED for run in runs for each in wanted)
                 if keeps is (factor < 1):
                     break
-                speed *= factor
-                runs = [played(setting, speed) for setting in left]
+                rate *= factor
+                runs = [played(setting, rate) for setting in left]
                 yield from runs
 
 
@@ -191,11 +205,6 @@ def _going_on(
         for setting, run in zip(left, runs, strict=True)
         if any(run.share(each) >= some for each, some in zip(limits, least, strict=True))
     ]
-
-
-def rate_of(workload: Workload) -> float:
-    """Return the requests a second."""
-    return len(workload.arrivals) / workload.duration_s
 
 
 # ---------------------------------------------------------------- what comes of it
@@ -266,13 +275,15 @@ def rows_of(runs: Sequence[Run], hardware: str, limits: Limits) -> list[list[str
     return rows
 
 
-def figure_of(runs: Sequence[Run], limits: Limits) -> str:
-    """Return the plot of the share of good requests by rate, of the best setting of each system."""
+def figure_of(runs: Sequence[Run], limits: Limits) -> tuple[str, list[str]]:
+    """Return the plot of the share of good requests by rate, of the best setting of each system,
+    and the names of its lines.
+    """
     lines = {
-        f"{best.system}, {best.setting}": [(run.rate, run.share(limits)) for run in best.runs]
+        f"{best.system}, {best.setting}": [(run.rate, 100 * run.share(limits)) for run in best.runs]
         for best in best_of(runs, limits)
     }
-    return points_plot(lines, "requests a second", "share of good requests")
+    return points_plot(lines, "requests a second", "% of requests that are good"), list(lines)
 
 
 def constants(hardware: str) -> list[str]:
@@ -286,7 +297,13 @@ def constants(hardware: str) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Run what is missing and print every table; returns the exit code."""
     args = _arguments(argv)
-    lines = read_trace(args.trace)[: args.requests]
+    lines = some_of(read_trace(args.trace), args.every)
+    facts = describe(lines)
+    print(
+        f"{facts.num_requests:,} requests, {facts.input_tokens['mean']:,.0f} tokens in and "
+        f"{facts.output_tokens['mean']:,.0f} out in the mean; a cache without bounds has "
+        f"{facts.max_hit_rate:.0%} of their blocks"
+    )
     limits = [Limits(ttft_s=args.ttft_s, tbt_s=tbt_ms / 1e3) for tbt_ms in sorted(args.tbt_ms)]
     tables, plots = [], []
     for hardware in args.hardware:
@@ -302,7 +319,11 @@ def main(argv: Sequence[str]) -> int:
             )
             rows = rows_of(runs, hardware, each)
             tables.append((head, rows, figures(hardware, HardwareFigures).remark))
-            plots.append((head, figure_of(runs, each)))
+            plot, names = figure_of(runs, each)
+            plots.append((head, plot))
+            if args.svg and each is limits[0]:
+                file = args.svg / f"scale-{hardware}.svg"
+                file.write_text(picture(plot, names, x=70, y=140))
             print(f"\n{head}\n\n| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
             print("\n".join(f"| {' | '.join(row)} |" for row in rows[1:]))
         print("\n" + "\n".join(f"- {line}" for line in constants(hardware)))
@@ -317,12 +338,17 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--trace", required=True)
-    parser.add_argument("--requests", type=int, help="the trace's first ones, instead of all")
+    parser.add_argument(
+        "--every", type=int, default=1, help="play one conversation in so many of the trace (1)"
+    )
     parser.add_argument("--hardware", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--only", nargs="+", metavar="PART", help="of a system's name")
-    parser.add_argument("--speed", type=float, default=8.0, help="of the trace, at first (8)")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="of 'system, setting'")
+    parser.add_argument("--rate", type=float, default=24.0, help="requests a second at first (24)")
     parser.add_argument("--ttft-s", type=float, default=5.0, help="limit of the first token (5)")
     parser.add_argument("--tbt-ms", type=float, nargs="+", default=[50.0, 100.0])
     parser.add_argument("--out", type=Path, help="file of runs, to which missing ones are added")
     parser.add_argument("--report", type=Path, help="page of tables and plots")
+    parser.add_argument(
+        "--svg", type=Path, metavar="FOLDER", help="write the strictest limits' plots there"
+    )
     return parser.parse_args(argv)

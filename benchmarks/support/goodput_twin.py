@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -289,16 +290,21 @@ def compared(twins: Sequence[Twins], limits: Limits) -> list[str]:
         "| median TTFT s | median TBT ms |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    errors = []
+    others = []
     for trial, outcomes, _ in twins:
         other = msgspec.structs.replace(trial, outcomes=list(outcomes))
+        others.append((trial, other))
         figures = zip(_figures(trial, limits), _figures(other, limits), strict=True)
         cells = " | ".join(f"{measured}, {simulated}" for measured, simulated in figures)
         lines.append(f"| {trial.load} | {trial.rate:g} | {trial.seed} | {trial.server} | {cells} |")
-        errors.append(abs(other.share(limits) - trial.share(limits)))
-    if errors:
-        mean = statistics.mean(errors)
-        lines += ["", f"Mean difference of the share of good requests: {mean:.0%}."]
+    if others:
+        mean = statistics.mean(abs(one.share(limits) - two.share(limits)) for one, two in others)
+        lines += [
+            "",
+            f"Mean difference of the share of good requests: {mean:.0%}.",
+            "Trials' medians are foretold wrongly by (median and mean of trials): TTFT "
+            f"{_of_medians(others, 'ttft_s')}, TBT {_of_medians(others, 'tbt_s')}.",
+        ]
         life = [(trial.outcomes, outcomes) for trial, outcomes, _ in twins]
         scatter = [(outcomes, again) for _, outcomes, again in twins]
         lines += [
@@ -306,6 +312,17 @@ def compared(twins: Sequence[Twins], limits: Limits) -> list[str]:
             f"steps scatter differently: {_differences(scatter)}."
         ]
     return lines
+
+
+def _of_medians(
+    others: Sequence[tuple[Trial, Trial]], field: Literal["ttft_s", "tbt_s"]
+) -> str:
+    """Return how wrongly the medians of trials are foretold; others: (measured, foretold)."""
+    pairs = [(one.median(field), other.median(field)) for one, other in others]
+    errors = [abs(foretold / measured - 1) for measured, foretold in pairs if measured and foretold]
+    if not errors:
+        return "-"
+    return f"{statistics.median(errors):.0%} and {statistics.mean(errors):.0%}"
 
 
 def _differences(pairs: Sequence[tuple[Sequence[Outcome], Sequence[Outcome]]]) -> str:

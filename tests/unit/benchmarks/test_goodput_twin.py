@@ -152,7 +152,11 @@ def test_a_table_shows_what_was_measured_beside_what_was_simulated() -> None:
     slower = msgspec.structs.replace(good, ttft_s=1.1)
     lines = compared([(measured, [good, good], [slower, slower])], LIMITS)
     assert lines[2] == "| chats | 1 | 1 | ours | 50%, 100% | 50%, 0% | 1.50, 1.00 | 30, 20 |"
-    assert lines[-2] == "Mean difference of the share of good requests: 50%."
+    assert lines[-3] == "Mean difference of the share of good requests: 50%."
+    assert lines[-2] == (
+        "Trials' medians are foretold wrongly by (median and mean of trials): TTFT 33% and 33%, "
+        "TBT 33% and 33%."
+    )
     assert lines[-1] == (
         "Median difference of single requests: TTFT 33% and TBT 33%; of two simulations whose "
         "steps scatter differently: TTFT 10% and TBT 0%."
