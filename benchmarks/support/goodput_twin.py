@@ -314,9 +314,7 @@ def compared(twins: Sequence[Twins], limits: Limits) -> list[str]:
     return lines
 
 
-def _of_medians(
-    others: Sequence[tuple[Trial, Trial]], field: Literal["ttft_s", "tbt_s"]
-) -> str:
+def _of_medians(others: Sequence[tuple[Trial, Trial]], field: Literal["ttft_s", "tbt_s"]) -> str:
     """Return how wrongly the medians of trials are foretold; others: (measured, foretold)."""
     pairs = [(one.median(field), other.median(field)) for one, other in others]
     errors = [abs(foretold / measured - 1) for measured, foretold in pairs if measured and foretold]
