@@ -38,7 +38,7 @@ def run(wanted: Conformance) -> int:
         return run_in_loop(_run(wanted, processes))
     except MooncakeError as error:
         if wanted.json:
-            print(json.dumps({"error": {"message": error.message}}))
+            print(json.dumps({"error": {"message": COMMANDS[0].spelled(error.message)}}))
         raise
 
 
