@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export PATH := $(abspath $(VENV))/helm/node_modules/.bin:$(PATH)
 
-.PHONY: help install serve test test-python test-pure test-processes test-slow test-alone test-all test-browser test-rdma test-vllm vllm-env test-device helm api-cases fuzz hold-out soak soak-pool soak-hosts soak-nodes soak-changes check fmt bench public-names docs clean
+.PHONY: help install serve test test-python test-pure test-processes test-slow test-alone test-all test-browser test-rdma test-vllm vllm-env test-device test-shapes helm api-cases fuzz hold-out soak soak-pool soak-hosts soak-nodes soak-changes check fmt bench public-names docs clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
@@ -100,7 +100,7 @@ test-alone: $(STAMP)
 
 test-all: EXAMPLES = all
 test-all: MARK = not alone
-test-all: test test-alone test-browser test-rdma test-device api-cases
+test-all: test test-alone test-browser test-rdma test-device test-shapes api-cases
 
 # The chart's tests need helm; they skip where there is neither helm nor npm.
 helm:
@@ -117,6 +117,10 @@ test-browser: $(STAMP)
 # torch than the emulated GPU is made for.
 test-device: $(STAMP)
 	$(BIN)/pytest -v -p tests.support.timed_tests tests/device
+
+# The engines of configs/serve, with up to 32 ranks; test-device serves one of eight.
+test-shapes: $(STAMP)
+	MOONCAKE_TEST_SHAPES=all $(BIN)/pytest -v -p tests.support.timed_tests tests/device/test_shipped_shapes.py
 
 # On a virtual machine with two software RDMA devices; skips, saying why, where none can be had. The guest cannot
 # keep what it compiles, and loads no plugin that it does not need: it is emulated, and slow.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from mooncake.launch.host.fork_server import Origin
+from tests.support.followers import forked_by
 
 FOUND_S = 600.0
 """A process may take this long until its next value: on two cores, beside other tests."""
@@ -56,11 +59,12 @@ class Processes:
 
 
 def _run(pipe: Connection, work: Work, arguments: tuple[Any, ...], forks: str | None) -> None:
-    Origin.path = forks  # followers of this process are forked, too
-    try:
-        for found in work(*arguments):
-            pipe.send(found)
+    # Followers of this process are forked, too, if those of the tests' process are.
+    with contextlib.nullcontext() if forks is None else forked_by(Path(forks)):
+        try:
+            for found in work(*arguments):
+                pipe.send(found)
+                pipe.recv_bytes()
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")
             pipe.recv_bytes()
-    except Exception as error:
-        pipe.send(f"{type(error).__name__}: {error}")
-        pipe.recv_bytes()

@@ -6,6 +6,7 @@ in whatever order they ran.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -84,10 +85,17 @@ def ranges_of(tensor: torch.Tensor, start: int) -> Ranges:
     """Return the bytes of a tensor, counted from address `start`."""
     if not tensor.numel():
         return []
-    size, begin = tensor.element_size(), tensor.data_ptr() - start
+    begin = tensor.data_ptr() - start
+    places = _places(tensor.stride(), tuple(tensor.shape), tensor.element_size())
+    return [(begin + first, begin + end) for first, end in places]
+
+
+@functools.lru_cache(4096)
+def _places(strides: tuple[int, ...], shape: tuple[int, ...], size: int) -> Ranges:
+    """Return the bytes of a tensor, counted from its first one."""
     dims = sorted(
         (stride, count)
-        for stride, count in zip(tensor.stride(), tensor.shape, strict=True)
+        for stride, count in zip(strides, shape, strict=True)
         if count > 1 and stride
     )
     length = 1
@@ -98,11 +106,11 @@ def ranges_of(tensor: torch.Tensor, start: int) -> Ranges:
     for _, count in dims:
         pieces *= count
     if pieces > _MOST_RANGES:
-        return [(begin, begin + (length + sum(s * (n - 1) for s, n in dims)) * size)]
+        return [(0, (length + sum(s * (n - 1) for s, n in dims)) * size)]
     offsets = [0]
     for stride, count in reversed(dims):
         offsets = [at + stride * number for at in offsets for number in range(count)]
-    return merged((begin + at * size, begin + (at + length) * size) for at in offsets)
+    return merged((at * size, (at + length) * size) for at in offsets)
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -133,7 +141,13 @@ def _overlap(a: Ranges, b: Ranges) -> bool:
 
 
 def _covers(a: Ranges, b: Ranges) -> bool:
-    return all(any(begin <= x and y <= end for begin, end in a) for x, y in b)
+    i = 0
+    for begin, end in b:
+        while i < len(a) and a[i][1] < end:
+            i += 1
+        if i == len(a) or a[i][0] > begin:
+            return False
+    return True
 
 
 def _words(access: Access, past: _Past, task: Task) -> str:
