@@ -25,6 +25,7 @@ from tests.support.docs.blocks import (
     Block,
     Conversed,
     Elsewhere,
+    OnHosts,
     Read,
     Shown,
     Target,
@@ -89,6 +90,15 @@ def test_tests_that_run_blocks_are_there() -> None:
     named = {each.test for each in rows if isinstance(each, Elsewhere)}
     named |= {test for each in rows if isinstance(each, Typed) for _, test in each.apart}
     assert {name for name in named if not (ROOT / name).is_file()} == set()
+    on_hosts = [
+        (page, each.test)
+        for page, beginnings in CLASSES.items()
+        for each in beginnings.values()
+        if isinstance(each, OnHosts)
+    ]
+    assert [
+        pair for pair in on_hosts if Path(pair[0]).name not in (ROOT / pair[1]).read_text()
+    ] == []
 
 
 @pytest.mark.parametrize("block", typed_blocks(quick=True), ids=by_place)

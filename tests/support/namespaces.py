@@ -7,6 +7,9 @@ import os
 import subprocess
 from pathlib import Path
 
+SINK = "x"
+"""Ends the name of a bridge to which nothing is attached: what is sent there is lost."""
+
 
 def ip(*words: str) -> str:
     """Run ip(8) and return what it prints.
@@ -40,7 +43,7 @@ def sweep(prefix: str) -> None:
         if _is_left(name.partition("-")[0], prefix):
             ip("netns", "delete", name)
     for link in json.loads(ip("-json", "link", "show", "type", "bridge")):
-        if _is_left(link.get("ifname", ""), prefix):
+        if _is_left(link.get("ifname", "").removesuffix(SINK), prefix):
             ip("link", "delete", link["ifname"])
 
 

@@ -90,11 +90,10 @@ class LocalKeepers:
         return LocalKeeper(settings, place, begin, start, partial(self._gpus.give_back, shares))
 
     def _begin(self, settings: WorkerSettings, gpus: str | None) -> Begin:
-        shares = settings.expert_group is not None  # it cannot meet others that start anew
         return Begin(
             settings=without_secret(settings), secret=read_secret(self._secret_file),
             secret_file=str(self._secret_file), advertise_host=settings.bind_host,
-            fingerprint=fingerprint(settings, gpus), orphan_s=0.0 if shares else self._orphan_s,
+            fingerprint=fingerprint(settings, gpus), orphan_s=self._orphan_s,
         )  # fmt: skip
 
 

@@ -12,9 +12,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from mooncake.base import InternalError, MooncakeError
+from mooncake.base import ConfigError, InternalError, MooncakeError
+from mooncake.base.parallel import DP_FLAG
 from mooncake.launch.cluster.facts import without_secret
 from mooncake.launch.cluster.report import READY, Show
 from mooncake.launch.cluster.worker_handle import (
@@ -24,8 +26,10 @@ from mooncake.launch.cluster.worker_handle import (
     end_left,
     fingerprint,
     place_of,
+    start_at,
 )
 from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.worker.settings import WorkerSettings
 
 END_S = 15.0
@@ -47,8 +51,10 @@ def run_group(
     its process.
 
     Raises:
+        ConfigError: this machine has fewer GPUs than they have ranks.
         MooncakeError: one cannot start, or has ended by itself; then all end.
     """
+    gpus = gpus_of(group)
     words: queue.SimpleQueue[_Word] = queue.SimpleQueue()
     places = {each.worker_id: place_of(f"group {os.getpid()}", each.worker_id) for each in group}
     handles: dict[str, WorkerHandle] = {}
@@ -56,7 +62,11 @@ def run_group(
     def attend(settings: WorkerSettings) -> None:
         name, end = settings.worker_id, None
         try:
-            handle = handles[name] = WorkerHandle(places[name], _begin(config, settings))
+            handle = handles[name] = WorkerHandle(
+                places[name],
+                _begin(config, settings),
+                partial(start_at, changes=gpus.get(name, {})),
+            )
             told: Told | None = handle.first
             while told is not None:
                 words.put((name, told))
@@ -78,6 +88,27 @@ def run_group(
             end_left(place)
     if problem is not None:
         raise problem
+
+
+def gpus_of(group: Sequence[WorkerSettings]) -> dict[str, dict[str, str]]:
+    """Return the variable by which each worker on GPUs sees its own, one for each of its ranks, of
+    those that this process sees.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    there = machine_facts.seen_gpus()
+    ranks = {each.worker_id: each.options.shape.num_ranks for each in group if each.num_gpus}
+    if sum(ranks.values()) > len(there):
+        raise ConfigError(
+            f"{DP_FLAG}: ranks of workers that share their experts have a GPU each: they need "
+            f"{sum(ranks.values())}, and this machine has {len(there)}"
+        )
+    left = iter(there)
+    return {
+        name: {environment.SEEN_GPUS: ",".join(next(left) for _ in range(number))}
+        for name, number in ranks.items()
+    }
 
 
 def _begin(config: ServeConfig, settings: WorkerSettings) -> Begin:

@@ -17,8 +17,7 @@ from collections.abc import Callable
 import msgspec
 from rich.console import Console
 
-from mooncake.base import ConfigError, Role
-from mooncake.base.parallel import DP_FLAG
+from mooncake.base import Role
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.launch.cluster import report
@@ -56,11 +55,6 @@ def serve_worker(config: ServeConfig) -> int:
     credential = own_credential(secret, CredentialRole.WORKER)
     facts = facts_of_seeds(config, credential)
     settings, *sharers = joining_workers(config, facts, secret)
-    if sharers and settings.num_gpus:
-        raise ConfigError(
-            f"{DP_FLAG}: workers on GPUs that share their experts cannot join a cluster yet; start "
-            "them with it"
-        )
     await_stages(settings, credential, config.join_timeout, threading.Event())
     console = Console(stderr=True, markup=False)
     with contextlib.ExitStack() as opened:

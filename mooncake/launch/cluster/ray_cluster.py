@@ -364,10 +364,8 @@ class RayKeepers:
 
     def _run(self, actor: Any, settings: WorkerSettings) -> Any:
         """Make an actor that has just started be a worker; return the call."""
-        shares = settings.expert_group is not None  # it cannot meet others that start anew
-        orphan_s = 0.0 if shares else self.orphan_s
         encoded = msgspec.msgpack.encode(without_secret(settings))
-        return actor.run.remote(encoded, str(self.secret_file), self.run, orphan_s)
+        return actor.run.remote(encoded, str(self.secret_file), self.run, self.orphan_s)
 
 
 class RayKeeper:

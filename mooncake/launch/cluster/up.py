@@ -191,14 +191,12 @@ def _children(machine: Machine, planned: list[tuple[Part, ServeConfig, ServePlan
     engines = [(part, plan) for part, _, plan in planned if plan.num_engines]
     ranks = sum(plan.num_ranks for _, plan in engines)
     on_gpus = sum(plan.num_ranks for _, plan in engines if plan.options.device == "cuda")
-    there = machine_facts.num_gpus()
-    if on_gpus > there:
+    gpus = machine_facts.seen_gpus()
+    if on_gpus > len(gpus):
         raise ConfigError(
-            f"{machine.name} has {there} GPUs, and the ranks of its engines need {on_gpus}: run "
-            "fewer engines there"
+            f"{machine.name} has {len(gpus)} GPUs, and the ranks of its engines need {on_gpus}: "
+            "run fewer engines there"
         )
-    seen = environ.get(environment.SEEN_GPUS)
-    gpus = iter(seen.split(",") if seen is not None else [str(gpu) for gpu in range(there)])
     threads = max(1, machine_facts.num_cores() // max(1, ranks))
     children = []
     for part, config, plan in planned:
@@ -207,7 +205,8 @@ def _children(machine: Machine, planned: list[tuple[Part, ServeConfig, ServePlan
         if plan.num_engines and config.num_threads is None:
             given["num_threads"] = threads
         if plan.num_engines and plan.options.device == "cuda":
-            own[environment.SEEN_GPUS] = ",".join(next(gpus) for _ in range(plan.num_ranks))
+            own[environment.SEEN_GPUS] = ",".join(gpus[: plan.num_ranks])
+            del gpus[: plan.num_ranks]
         children.append(_Child(dataclasses.replace(part, given=given), own))
     return children
 

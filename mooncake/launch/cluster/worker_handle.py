@@ -84,9 +84,12 @@ Message = Begin | Leave | Told
 def fingerprint(settings: WorkerSettings, gpus: str | None = None) -> str:
     """Return what must be the same for a process to go on as the worker of a new supervisor: the
     release, the settings and the GPUs that it sees (None: those of this process), but not the
-    gateway's address, the secret and the log of one start.
+    gateway's address (which is in the name of a group, too), the secret and the log of one start.
     """
-    same = msgspec.structs.replace(settings, cluster_secret="", gateway_address="", log_file=None)
+    group = settings.expert_group and msgspec.structs.replace(settings.expert_group, name="")
+    same = msgspec.structs.replace(
+        settings, cluster_secret="", gateway_address="", log_file=None, expert_group=group
+    )
     gpus = gpus or environment.variables().get(environment.SEEN_GPUS, "")
     words = [__version__.encode(), revision().encode(), gpus.encode(), msgspec.msgpack.encode(same)]
     return hashlib.sha256(b"\0".join(words)).hexdigest()

@@ -116,6 +116,13 @@ def num_gpus() -> int:
     return min(there, sum(bool(name.strip()) for name in allowed.split(",")))
 
 
+def seen_gpus() -> list[str]:
+    """Return those GPUs by the names that CUDA_VISIBLE_DEVICES has for them."""
+    there, allowed = num_gpus(), os.environ.get(SEEN_GPUS)
+    names = map(str, range(there)) if allowed is None else allowed.split(",")
+    return [name.strip() for name in names if name.strip()][:there]
+
+
 def gpu_bytes() -> int | None:
     """Return the memory of the smallest GPU that the driver names; None: the driver does not
     say.

@@ -29,14 +29,11 @@ from tests.integration.chart.test_values import (
     templates_of_kuberay,
     workloads,
 )
+from tests.support.kubelet.admission import containers, violations
 from tests.unit.launch.test_monitoring import DESIRED, gateway_text
 
 pytestmark = needs_helm
 CLAIM = {"persistentVolumeClaim": {"claimName": "model", "readOnly": True}}
-RESTRICTED_VOLUMES = {
-    "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim",
-    "projected", "secret",
-}  # fmt: skip
 DIGESTS = {"a.json": b"{}", "sub/b.txt": b"b", "model.safetensors": b"weights"}
 PROGRAM = Path(sys.executable).parent / "mooncake"
 HUB = "0123456789abcdef0123456789abcdef01234567"
@@ -51,34 +48,6 @@ def all_pods(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             found[each["metadata"]["name"]] = each["spec"]
         elif "template" in each.get("spec", {}):
             found[each["metadata"]["name"]] = each["spec"]["template"]["spec"]
-    return found
-
-
-def containers(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield from spec.get("initContainers", [])
-    yield from spec["containers"]
-
-
-def violations(spec: dict[str, Any]) -> list[str]:
-    """Return what Kubernetes' Pod Security level "restricted" refuses in a pod."""
-    found = [name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)]
-    for volume in spec.get("volumes", []):
-        [kind] = set(volume) - {"name"}
-        found += [kind] * (kind not in RESTRICTED_VOLUMES)
-    for each in containers(spec):
-        context = {**spec.get("securityContext", {}), **each.get("securityContext", {})}
-        capabilities = context.get("capabilities", {})
-        kept = {
-            "root": context.get("runAsNonRoot") is True and context.get("runAsUser") != 0,
-            "escalation": context.get("allowPrivilegeEscalation") is False,
-            "privileged": not context.get("privileged"),
-            "capabilities": capabilities.get("drop") == ["ALL"]
-            and set(capabilities.get("add", [])) <= {"NET_BIND_SERVICE"},
-            "seccomp": context.get("seccompProfile", {}).get("type")
-            in ("RuntimeDefault", "Localhost"),
-            "ports": not [port for port in each.get("ports", []) if port.get("hostPort")],
-        }
-        found += [f"{each['name']}: {what}" for what, holds in kept.items() if not holds]
     return found
 
 

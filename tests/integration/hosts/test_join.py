@@ -1,14 +1,17 @@
-"""A cluster over two machines, by the commands of docs/roles.md typed where they are for."""
+"""Clusters over two machines, by the commands of docs/roles.md and docs/stages.md typed where they
+are for.
+"""
 
 from __future__ import annotations
 
-import secrets
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 import mooncake
+from tests.support.docs.blocks import ROOT, words_of
 from tests.support.hosts.hosts import HOME, SHARED, Host, hosts
 from tests.support.serve.server_process import nano_checkpoint
 
@@ -17,11 +20,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROMPTS = ["The quick brown fox jumps over the lazy dog. " * count for count in (1, 20, 40)]
 NUM_TOKENS = 24
 PORT = 6400
+PAGES, POOL = "--kv-cache-memory-bytes=32MiB", "--kvstore-dram-bytes=32MiB"
+SMALL = ("--dtype=float32", PAGES)
 
 
-def write_secret(host: Host, name: str) -> None:
-    host.path(f"{HOME}/{name}").touch(mode=0o600)
-    host.path(f"{HOME}/{name}").write_text(secrets.token_hex(16))
+def make_secret(host: Host) -> None:
+    """Type what docs/roles.md says to get a secret."""
+    [typed] = re.findall(r"`(openssl rand [^`]*)`", (ROOT / "docs" / "roles.md").read_text())
+    host.check("sh", "-ec", typed)
 
 
 def copy(source: Host, target: Host, name: str) -> None:
@@ -42,38 +48,41 @@ def answers(host: Host, url: str) -> list[list[int]]:
     ]
 
 
-def test_decode_and_a_gateway_join_from_other_machines(tmp_path: Path) -> None:
-    model = nano_checkpoint(tmp_path / "shared")
+def tokens_alone(model: Path) -> list[list[int]]:
+    """Return the answers of one process."""
     with mooncake.LLM(str(model), dtype="float32", kv_cache_memory_bytes="32MiB") as llm:
         sampled = llm.generate(PROMPTS, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
-    alone = [list(each.outputs[0].token_ids) for each in sampled]
+    return [list(each.outputs[0].token_ids) for each in sampled]
+
+
+def test_decode_and_a_gateway_join_from_other_machines(tmp_path: Path) -> None:
+    model = nano_checkpoint(tmp_path / "shared")
+    alone = tokens_alone(model)
     with hosts(2, tmp_path / "hosts", tmp_path / "shared") as machines:
         first, second = machines
-        write_secret(first, "secret")
+        make_secret(first)
         secret = "--cluster-secret-file=secret"
-        head = first.mooncake(
-            "serve", f"{SHARED}/{model.name}", "--headless", "--prefill=1", "--decode=0",
-            "--dtype=float32", "--kv-cache-memory-bytes=32MiB", "--kvstore-dram-bytes=32MiB",
-            f"--bind-host={first.address}", f"--join-port={PORT}", secret,
-        )  # fmt: skip
+        told = {"DIR": f"{SHARED}/{model.name}", "10.0.0.7": first.address}
+        [words] = words_of("docs/roles.md", "mooncake serve DIR --bind-host 10.0.0.7", told)
+        head = first.mooncake(*words, "--headless", "--prefill=1", "--decode=0", *SMALL, POOL)
         head.wait_for(rf"--role ROLE --join tcp://{first.address}:{PORT}")
 
         at = f"{first.address}:{PORT}"
-        join = ["serve", "--role", "decode", "--join", at, "--kv-cache-memory-bytes=32MiB"]
-        write_secret(second, "other")
-        stranger = second.mooncake(
-            *join, f"--bind-host={second.address}", "--cluster-secret-file=other"
-        )
+        told = {"10.0.0.7": first.address, "10.0.0.8": second.address}
+        [join] = words_of("docs/roles.md", "mooncake serve --role decode --join 10.0.0.7", told)
+        join.append(PAGES)
+        make_secret(second)
+        stranger = second.mooncake(*join)
         assert stranger.process.wait(120) == 4
         assert f"cluster-secret: the gateway at tcp://{at} has another one" in stranger.output
 
         copy(first, second, "secret")
-        unreachable = second.mooncake(*join, secret)
+        here = join.index("--bind-host")
+        unreachable = second.mooncake(*join[:here], *join[here + 2 :])
         assert unreachable.process.wait(60) == 2
         assert f"give its address there, such as --bind-host {second.address}" in (
             unreachable.output
         )
-        join += [f"--bind-host={second.address}", secret]
         joined = second.mooncake(*join)
         joined.wait_for(r"\(pid \d+\) serves")
         gateway = first.mooncake(
@@ -90,3 +99,22 @@ def test_decode_and_a_gateway_join_from_other_machines(tmp_path: Path) -> None:
         second.mooncake(*join).wait_for(r"\(pid \d+\) serves")
         assert answers(first, url) == alone
         assert head.stop() == 0, head.output
+
+
+def test_the_first_stages_of_prefill_are_on_another_machine(tmp_path: Path) -> None:
+    model = nano_checkpoint(tmp_path / "shared")
+    alone = tokens_alone(model)
+    with hosts(2, tmp_path / "hosts", tmp_path / "shared") as (first, second):
+        make_secret(first)
+        copy(first, second, "secret")
+        told = {
+            "DIR": f"{SHARED}/{model.name}", "10.0.0.7": first.address, "10.0.0.8": second.address
+        }  # fmt: skip
+        there, here = words_of("docs/stages.md", "mooncake ranks", told)
+        ranks = second.mooncake(*there)
+        server = first.mooncake(*here, *SMALL, POOL)
+        url = server.wait_for(r"on (http://\S+/v1)").group(1)
+        assert answers(first, url) == alone
+        assert second.check("pgrep", "-f", "[f]ollower_program"), "a stage computes there"
+        assert server.stop() == 0, server.output
+        assert ranks.stop() == 0, ranks.output

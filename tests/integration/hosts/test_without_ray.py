@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import mooncake
+from tests.support.docs.blocks import words_of
 from tests.support.hosts.hosts import HOME, SHARED, Host, Program, hosts
 from tests.support.serve.server_process import nano_checkpoint
 
@@ -23,6 +24,7 @@ PROMPTS = ["The quick brown fox jumps over the lazy dog. " * count for count in 
 NUM_TOKENS = 48
 NUM_CLIENTS = 3
 PORT = 6400
+PAGE = "docs/roles.md"
 TOLD_S = 5.0
 """Far less than the 10 s of silence after which a worker is given up that nobody tells of."""
 CLIENT = """
@@ -67,7 +69,8 @@ class Cluster:
 
     def __init__(self, first: Host, second: Host, model: str) -> None:
         engine = ["--kv-cache-memory-bytes=32MiB"]
-        gateway = [model, f"--join-port={PORT}", "--port=8000", "--dtype=float32"]
+        gateway = ["--port=8000", "--dtype=float32"]
+        self._model = model
         self._commands = {
             "gateway": (first, gateway),
             "gateway-2": (second, gateway),
@@ -81,10 +84,13 @@ class Cluster:
 
     def start(self, role: str) -> None:
         host, words = self._commands[role]
-        self.running[role] = host.mooncake(
-            "serve", "--role", role.partition("-")[0], *words, "--join", self._seeds,
-            f"--bind-host={host.address}", "--cluster-secret-file=secret",
-        )  # fmt: skip
+        told = {
+            "DIR": self._model, "10.0.0.7:6400": self._seeds, "10.0.0.7": host.address,
+            "10.0.0.8": host.address, "decode": role.partition("-")[0],
+        }  # fmt: skip
+        gateway, worker = words_of(PAGE, "mooncake serve DIR --role gateway --join-port", told)
+        typed = [*gateway, "--join", self._seeds] if "gateway" in role else worker
+        self.running[role] = host.mooncake(*typed, *words)
 
     def kill(self, role: str) -> None:
         """Kill the process as the kernel does when memory is short."""

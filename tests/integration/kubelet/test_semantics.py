@@ -18,6 +18,7 @@ import pytest
 from tests.support.kubelet import network
 from tests.support.kubelet.api import merged
 from tests.support.kubelet.cluster import Cluster
+from tests.support.kubelet.policies import blocks
 from tests.support.kubelet.sandbox import Image
 
 pytestmark = pytest.mark.skipif(network.why_not() != "", reason=network.why_not())
@@ -29,7 +30,7 @@ SERVE = "exec python3 -m http.server 80 --directory /tmp"
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     path = f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
-    with Cluster(tmp_path, {"plain": Image({"PATH": path})}, nodes=2) as running:
+    with Cluster(tmp_path, {"plain": Image({"PATH": path})}, nodes=2, enforces=True) as running:
         yield running
 
 
@@ -329,6 +330,102 @@ def test_pods_keep_apart_stay_together_and_off_tainted_nodes(cluster: Cluster) -
                {"kubernetes.io/hostname": node}}  # fmt: skip
     cluster.api.put("deployments", workload("Deployment", "on", SERVE, pod=allowed))
     cluster.wait_for(lambda: places("on") == [node], "what tolerates it to go there")
+
+
+def test_pods_are_admitted_by_pod_security_and_a_quota(tmp_path: Path) -> None:
+    harmless = {
+        "runAsNonRoot": True, "runAsUser": 1000, "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]}, "seccompProfile": {"type": "RuntimeDefault"},
+    }  # fmt: skip
+    small = {"resources": {"requests": {"memory": "1Gi"}}, "securityContext": harmless}
+    path = f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
+    images = {"plain": Image({"PATH": path})}
+    with Cluster(tmp_path, images, restricted=True, quota={"memory": "2.5Gi"}) as cluster:
+        wanted: dict[str, dict[str, Any]] = {
+            "root": {"resources": small["resources"]},
+            "unlimited": {"securityContext": harmless},
+            "good": small,
+        }
+        for name, container in wanted.items():
+            made = workload("Deployment", name, "sleep 60", container=container)
+            cluster.api.put("deployments", made | {"spec": made["spec"] | {"replicas": 3}})
+        cluster.wait_for(lambda: len(pods(cluster, "good")) == 2, "what the quota has room for")
+        cluster.wait_for(lambda: len(cluster.refused) >= 3, "the others to be refused")
+        refused = {name.partition("-")[0]: why for name, why in cluster.refused.items()}
+        assert refused["root"].startswith("not restricted: main: root, main: escalation")
+        assert refused["unlimited"] == "quota: main must say how much memory it wants"
+        assert refused["good"] == f"quota: all would want {3 * 2**30:g} of memory"
+        cluster.scale("deployments", "good", 2)
+        cluster.wait_for(lambda: pods(cluster, "good")[1]["status"]["phase"] == "Running", "both")
+        assert not pods(cluster, "root") + pods(cluster, "unlimited")
+
+
+def policy(name: str, of: str, kind: str, *rules: dict[str, Any]) -> dict[str, Any]:
+    """Return a policy for pods of an app."""
+    spec = {"podSelector": {"matchLabels": {"app": of}}, "policyTypes": [kind]}
+    return {
+        "kind": "NetworkPolicy", "apiVersion": "networking.k8s.io/v1", "metadata": {"name": name},
+        "spec": {**spec, kind.lower(): list(rules)},
+    }  # fmt: skip
+
+
+def test_policies_hold_for_pods_that_come_and_go(cluster: Cluster) -> None:
+    serve = "python3 -m http.server 81 --directory /tmp & exec python3 -m http.server 80 -d /tmp"
+    cluster.api.put("statefulsets", workload("StatefulSet", "web", serve, container=READY))
+    cluster.wait_until_rolled_out()
+    address = pods(cluster, "web")[0]["status"]["podIP"]
+    asks = (
+        "exec python3 -c 'import socket, time\n"
+        "while True:\n"
+        " for port in (80, 81):\n"
+        "  try:\n"
+        f'   socket.create_connection(("{address}", port), 0.5).close()\n'
+        '   print(port, "yes", flush=True)\n'
+        "  except OSError:\n"
+        '   print(port, "no", flush=True)\n'
+        " time.sleep(0.1)'"
+    )
+
+    def sees(name: str, *wanted: str) -> None:
+        """Wait until a pod has had these answers twice."""
+
+        def holds() -> bool:
+            return log(cluster, f"{name}-0").splitlines()[-4:] == [*wanted, *wanted]
+
+        cluster.wait_for(holds, f"{name} to have {wanted}: {log(cluster, f'{name}-0')[-99:]}")
+
+    for name in ("friend", "stranger"):
+        cluster.api.put("statefulsets", workload("StatefulSet", name, asks))
+        sees(name, "80 yes", "81 yes")
+    friend = {"podSelector": {"matchLabels": {"app": "friend"}}}
+    cluster.api.put(
+        "networkpolicies",
+        policy("web", "web", "Ingress", {"from": [friend], "ports": [{"port": 80}]}),
+    )
+    sees("friend", "80 yes", "81 no")
+    sees("stranger", "80 no", "81 no")
+    for port in (80, 81):
+        with urllib.request.urlopen(f"http://{address}:{port}", timeout=5) as answer:
+            assert answer.status == 200, "the node is kept out by no policy"
+    cluster.api.delete("pods", "friend-0")
+    cluster.wait_until_rolled_out()
+    sees("friend", "80 yes", "81 no")
+    cluster.api.put("networkpolicies", policy("friend", "friend", "Egress", {"to": [friend]}))
+    sees("friend", "80 no", "81 no")
+    web = {"podSelector": {"matchLabels": {"app": "web"}}}
+    anywhere = {"ports": [{"port": 79, "endPort": 82}]}
+    cluster.api.put("networkpolicies", policy("web", "web", "Ingress", anywhere))
+    cluster.api.put("networkpolicies", policy("friend", "friend", "Egress", {"to": [web]}))
+    for name in ("friend", "stranger"):
+        sees(name, "80 yes", "81 yes")
+
+
+def test_a_range_of_ports_is_a_few_blocks() -> None:
+    for first, last in ((80, 80), (7000, 7099), (1, 65535), (0, 65535), (6380, 6382)):
+        found = list(blocks(first, last))
+        assert len(found) <= 32
+        ports = [p for start, mask in found for p in range(start, start + (~mask & 0xFFFF) + 1)]
+        assert ports == list(range(first, last + 1))
 
 
 def test_a_node_that_vanishes_takes_its_pods_along_without_a_signal(cluster: Cluster) -> None:

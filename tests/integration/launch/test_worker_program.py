@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from mooncake.launch.cluster.worker_handle import (
 )
 from mooncake.launch.cluster.worker_program import WorkerProgram
 from mooncake.launch.host import environment
+from mooncake.model.options import ExpertGroup
 from tests.support.serve.plain_settings import worker_settings
 
 WAIT_S = 120.0
@@ -235,8 +237,22 @@ def test_what_a_worker_is_depends_on_settings_and_gpus(monkeypatch: pytest.Monke
     elsewhere = {"cluster_secret": "s", "gateway_address": "tcp://a:1", "log_file": "f"}
     assert fingerprint(msgspec.structs.replace(POOL, **elsewhere)) == own
     assert fingerprint(msgspec.structs.replace(POOL, dtype="bfloat16")) != own
+    one, again, other = (
+        msgspec.structs.replace(POOL, expert_group=ExpertGroup(name=name, number=number, size=2))
+        for name, number in (("decode-0 of a", 0), ("decode-0 of b", 0), ("decode-0 of a", 1))
+    )
+    assert fingerprint(one) == fingerprint(again), "the name has the gateway's address"
+    assert len({own, fingerprint(one), fingerprint(other)}) == 3
     monkeypatch.setenv(environment.SEEN_GPUS, "1,2")
     assert fingerprint(POOL) != own
+
+
+def test_a_worker_sees_the_gpus_that_its_supervisor_names(supervisors: Supervisors) -> None:
+    start = partial(worker_handle.start_at, changes={"CUDA_VISIBLE_DEVICES": "5,3"})
+    handle = WorkerHandle(supervisors.place, supervisors.begin(orphan_s=0.0), start)
+    environ = Path(f"/proc/{handle.first.pid}/environ").read_bytes().split(b"\0")
+    assert b"CUDA_VISIBLE_DEVICES=5,3" in environ
+    handle.close()
 
 
 def test_the_place_of_a_worker_is_short_and_its_own() -> None:

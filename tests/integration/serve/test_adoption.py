@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 * NUM_KILLS)]
 WORKERS = {"prefill-0", "decode-0", "kvstore-0"}
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 NUM_TOKENS = 40
-END_S = 120.0
+END_S = 400.0
 LONGER_THAN_A_START_S = 600
 
 
@@ -111,3 +111,25 @@ def test_the_next_start_adopts_the_workers_of_one_that_was_killed(
         orphans = [os.pidfd_open(pid) for pid in new.values()]
         kill(server)
     assert have_ended(orphans)
+
+
+def test_workers_that_share_their_experts_are_adopted_together(checkpoint: Path, port: int) -> None:
+    """Then one of them is killed, and the other ends with it."""
+    words = ("--decode-set", "data-parallel-size=2", "-ep")
+    both = ["decode-0", "decode-1"]
+    with serving(checkpoint, port, *words) as server:
+        server.wait_until_serving()
+        expected, _ = ask(server)
+        pids = server.wait_for_workers({*WORKERS, *both})
+        kill(server)
+    with serving(checkpoint, port, *words) as server:
+        server.wait_until_serving()
+        assert server.wait_for_workers({*WORKERS, *both}) == pids
+        for number in range(4):  # both get some
+            assert ask(server, 20 + number)[0] == expected[: 20 + number]
+        os.kill(pids["decode-1"], signal.SIGKILL)
+        others = server.wait_for_workers({*WORKERS, *both}, without=[pids[each] for each in both])
+        assert {**pids, **{each: others[each] for each in both}} == others
+        assert ask(server)[0] == expected
+        code, left = server.stop()
+        assert (code, left) == (0, []), server.output

@@ -8,7 +8,9 @@ the code (docs/reference) have tests of their own.
 from __future__ import annotations
 
 import re
+import shlex
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +111,11 @@ class Elsewhere:
 
 
 @dataclass(frozen=True)
+class OnHosts(Elsewhere):
+    """A test reads it from the page and types it on the machines it is for, made of namespaces."""
+
+
+@dataclass(frozen=True)
 class Left:
     """Nothing runs it. why: what it would need, or what it is."""
 
@@ -123,9 +130,10 @@ LENT_WEIGHTS = Elsewhere("tests/integration/launch/test_lent_weights.py", "a run
 COMPILED = Elsewhere("tests/kernels/test_ahead.py", "a compiler for minutes")
 HOSTS = "two machines"
 KUBELET = Elsewhere("tests/integration/kubelet/test_guide.py", "a cluster of Kubernetes")
-UP = Elsewhere("tests/integration/hosts/test_up.py", HOSTS)
-JOIN = Elsewhere("tests/integration/hosts/test_join.py", HOSTS)
-CHANGED = Elsewhere("tests/integration/hosts/test_changes.py", "three machines")
+UP = OnHosts("tests/integration/hosts/test_up.py", HOSTS)
+JOIN = OnHosts("tests/integration/hosts/test_join.py", HOSTS)
+BY_ITSELF = OnHosts("tests/integration/hosts/test_without_ray.py", HOSTS)
+CHANGED = OnHosts("tests/integration/hosts/test_changes.py", "three machines")
 
 QUESTIONS = """\
 import json
@@ -286,7 +294,7 @@ CLASSES: dict[str, dict[str, Class]] = {
         ),
         "mooncake serve DIR --bind-host 10.0.0.7": JOIN,
         "mooncake serve --role decode --join 10.0.0.7:6400": JOIN,
-        "mooncake serve DIR --role gateway --join-port 6400": PLANNED,
+        "mooncake serve DIR --role gateway --join-port 6400": BY_ITSELF,
         "helm install": KUBELET,
     },
     "docs/routing-vllm.md": {
@@ -334,7 +342,7 @@ CLASSES: dict[str, dict[str, Class]] = {
     "docs/speculation.md": {"mooncake serve DIR --speculative-config": PLANNED},
     "docs/stages.md": {
         "mooncake serve DIR --prefill-set": PLANNED,
-        "mooncake ranks": Elsewhere("tests/integration/serve/test_far_stages.py", HOSTS),
+        "mooncake ranks": JOIN,
     },
     "docs/traces.md": {
         "pip install": Elsewhere("tests/integration/serve/test_traces.py", "a collector"),
@@ -387,6 +395,25 @@ def blocks_of(page: Path) -> list[Block]:
         dedented = textwrap.dedent("\n".join(text)) if fence is None else "\n".join(text)
         found.append(Block(name, f"{name}:{first + 1}", dedented + "\n"))
         number += 1
+    return found
+
+
+def words_of(page: str, beginning: str, told: Mapping[str, str]) -> list[list[str]]:
+    """Return the words behind `mooncake` of each command of the block that begins so, with those
+    of `told` in place of what the page has.
+    """
+    [block] = [
+        each for each in BLOCKS if each.page == page and each.text.startswith(beginning)
+    ]  # fmt: skip
+    found = []
+    assert not [said for said in told if said not in block.text], f"{page} says something else"
+    for command in commands_of(block):
+        line = re.sub(r"\s#\s.*", "", command)  # an address may have a "#"
+        for said, meant in told.items():
+            line = line.replace(said, meant)
+        program, *words = shlex.split(line)
+        assert program == "mooncake"
+        found.append(words)
     return found
 
 

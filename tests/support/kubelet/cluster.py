@@ -21,6 +21,8 @@ from types import TracebackType
 import yaml
 
 from tests.support.kubelet import manifests
+from tests.support.kubelet import policies as policies_of
+from tests.support.kubelet.admission import Admission
 from tests.support.kubelet.api import KubeApi, Object, serving
 from tests.support.kubelet.controllers import Controllers
 from tests.support.kubelet.names import DOMAIN, NameServer
@@ -36,9 +38,22 @@ WAIT_S = 300.0
 class Cluster:
     """Nodes of this machine's size divided by their number, and what `helm` puts on them."""
 
-    def __init__(self, folder: Path, images: Mapping[str, Image], nodes: int = 1) -> None:
-        """`images`: by the full name that manifests use; state and logs lie in `folder`."""
+    def __init__(
+        self,
+        folder: Path,
+        images: Mapping[str, Image],
+        nodes: int = 1,
+        *,
+        restricted: bool = False,
+        quota: Mapping[str, object] | None = None,
+        enforces: bool = False,
+    ) -> None:
+        """`images`: by the full name that manifests use; state and logs lie in `folder`.
+        `restricted`: Pod Security admits no other pods. `quota`: what all may request together.
+        `enforces`: network policies hold.
+        """
         self.folder = folder
+        self._enforces = enforces
         self.images = dict(images)
         self.ended: list[Ended] = []
         """How containers ended that were told to, in order."""
@@ -50,7 +65,7 @@ class Cluster:
         self._closing.callback(self._network.close)
         names = NameServer(self._network.gateway, self._lookup)
         self._closing.callback(names.close)
-        self._controllers = Controllers(self.api)
+        self._controllers = Controllers(self.api, Admission(restricted, quota or {}))
         self.pods: dict[str, PodRunner] = {}
         self.relays: dict[tuple[str, int], Relay] = {}
         self._random = random.Random(0)
@@ -167,6 +182,11 @@ class Cluster:
 
     # -- what tests ask
 
+    @property
+    def refused(self) -> dict[str, str]:
+        """The pods that were not admitted when that was tried last, and why."""
+        return self._controllers.refused
+
     def wait_for(self, holds: Callable[[], object], what: str, seconds: float = WAIT_S) -> None:
         """Wait until `holds`; when it never does, say what all pods say."""
         end_s = time.monotonic() + seconds
@@ -221,7 +241,7 @@ class Cluster:
 
     def report(self) -> str:
         """Return what all pods are and the end of what each said."""
-        lines = []
+        lines = [f"{name}: {why}" for name, why in self.refused.items()]
         for pod in self.api.listed("pods"):
             lines.append(
                 f"{pod['metadata']['name']}: {pod['spec'].get('nodeName')} {pod['status']}"
@@ -239,6 +259,8 @@ class Cluster:
                 self._controllers.reconcile()
                 self._start_and_end_pods()
                 self._connect_services()
+                if self._enforces:
+                    self._enforce_policies()
         except BaseException as error:
             self.error = error
             raise
@@ -283,6 +305,18 @@ class Cluster:
                         host=spec["clusterIP"],
                         port=port["port"],
                     )
+
+    def _enforce_policies(self) -> None:
+        with self.api.lock:
+            pods = [each for each in self.api.listed("pods") if each["status"].get("podIP")]
+            services, policies = self.api.listed("services"), self.api.listed("networkpolicies")
+            known = policies_of.Network(pods, services, policies, self._network.gateway)
+            wanted = {
+                runner.link: known.filters(pod, runner.link, self._network.sink)
+                for pod in pods
+                if (runner := self.pods.get(pod["metadata"]["name"])) is not None
+            }
+        self._network.filter(wanted)
 
     def _lookup(self, name: str) -> list[str] | None:
         """Return the addresses that a name of the cluster has; None: there is no such name."""

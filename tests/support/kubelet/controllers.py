@@ -9,6 +9,7 @@ import copy
 import itertools
 from typing import Any
 
+from tests.support.kubelet.admission import Admission
 from tests.support.kubelet.api import KubeApi, Object
 from tests.support.kubelet.manifests import is_ready, part, quantity, requests, template_hash
 
@@ -20,8 +21,11 @@ REVISION = "deployment.kubernetes.io/revision"
 class Controllers:
     """Deployments with their ReplicaSets, StatefulSets, LeaderWorkerSets, and the scheduler."""
 
-    def __init__(self, api: KubeApi) -> None:
+    def __init__(self, api: KubeApi, admission: Admission) -> None:
         self._api = api
+        self._admission = admission
+        self.refused: dict[str, str] = {}
+        """Pods that were not admitted, and why."""
         self._numbers = itertools.count(1)
 
     def reconcile(self) -> None:
@@ -189,8 +193,8 @@ class Controllers:
         owner["status"] = status
         for name in named:
             if name not in pods:
-                pods[name] = self._make_stateful(owner, name, code)
-            if in_order and not is_ready(pods[name]):
+                self._make_stateful(owner, name, code)
+            if in_order and not is_ready(pods.get(name)):
                 return
         for name in sorted(set(pods) - set(named), key=_ordinal, reverse=True):
             self._api.delete("pods", name)
@@ -201,13 +205,14 @@ class Controllers:
         if strategy.get("type") == "OnDelete":
             return
         for name in reversed(named[first:]):
-            if _revision(pods[name]) != code and "deletionTimestamp" not in pods[name]["metadata"]:
+            pod = pods.get(name)
+            if pod and _revision(pod) != code and "deletionTimestamp" not in pod["metadata"]:
                 self._api.delete("pods", name)
                 return
-            if not is_ready(pods[name]):
+            if not is_ready(pod):
                 return
 
-    def _make_stateful(self, owner: Object, name: str, code: str) -> Object:
+    def _make_stateful(self, owner: Object, name: str, code: str) -> None:
         spec = owner["spec"]
         template = copy.deepcopy(spec["template"])
         template["metadata"].setdefault("labels", {})["controller-revision-hash"] = code
@@ -216,7 +221,7 @@ class Controllers:
             claimed = claim["metadata"]["name"]
             volume = {"name": claimed, "persistentVolumeClaim": {"claimName": f"{claimed}-{name}"}}
             template["spec"].setdefault("volumes", []).append(volume)
-        return self._make("StatefulSet", owner, name, template)
+        self._make("StatefulSet", owner, name, template)
 
     # -- LeaderWorkerSets
 
@@ -287,9 +292,13 @@ class Controllers:
 
     # -- what they share
 
-    def _make(self, kind: str, owner: Object, name: str, template: Object) -> Object:
+    def _make(self, kind: str, owner: Object, name: str, template: Object) -> None:
         made = copy.deepcopy(template)
-        return self._api.put(
+        if why := self._admission.refusal(made, self._api.listed("pods")):
+            self.refused[name] = why  # it is tried again
+            return
+        self.refused.pop(name, None)
+        self._api.put(
             "pods",
             {
                 "kind": "Pod",

@@ -55,9 +55,11 @@ def condition(pod: Object, kind: str) -> bool:
     return any(each["type"] == kind and each["status"] == "True" for each in listed)
 
 
-def is_ready(pod: Object) -> bool:
-    """Whether a Service may send to the pod."""
-    return condition(pod, "Ready") and "deletionTimestamp" not in pod["metadata"]
+def is_ready(pod: Object | None) -> bool:
+    """Whether there is a pod, and a Service may send to it."""
+    if pod is None or "deletionTimestamp" in pod["metadata"]:
+        return False
+    return condition(pod, "Ready")
 
 
 def port_of(pod: Object, port: object) -> int:

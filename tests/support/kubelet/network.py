@@ -8,12 +8,14 @@ import ipaddress
 import itertools
 import json
 import os
+import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support import namespaces
-from tests.support.namespaces import ip, sweep
+from tests.support.namespaces import SINK, ip, sweep
 
 PREFIX = "mk"
 """Of the names of bridges and namespaces; the pid of who made them follows."""
@@ -48,8 +50,17 @@ class PodNetwork:
             self._net = next(f"10.{n}" for n in range(200, 250) if str(n) not in used)
             ip("link", "add", self._tag, "type", "bridge")
             ip("address", "add", f"{self.gateway}/16", "dev", self._tag)
+            ip("link", "add", self.sink, "type", "bridge")
         self._services = itertools.count(1)
-        ip("link", "set", self._tag, "up")
+        self._filtered: dict[str, str] = {}
+        """The links that have filters, and which."""
+        for name in (self._tag, self.sink):
+            ip("link", "set", name, "up")
+
+    @property
+    def sink(self) -> str:
+        """The device for what no policy allows."""
+        return f"{self._tag}{SINK}"
 
     @property
     def gateway(self) -> str:
@@ -58,7 +69,8 @@ class PodNetwork:
     def attach(self) -> tuple[str, str]:
         """Return the name of a fresh namespace, and its address."""
         number = next(self._numbers)
-        name, link = f"{self._tag}-{number}", f"{self._tag}v{number}"
+        name = f"{self._tag}-{number}"
+        link = self.link_of(name)
         address = f"{self._net}.{1 + number // 250}.{1 + number % 250}"
         ip("netns", "add", name)
         ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
@@ -70,7 +82,27 @@ class PodNetwork:
         ip(*inside, "route", "add", "default", "via", self.gateway)
         return name, address
 
+    @staticmethod
+    def link_of(name: str) -> str:
+        """Return this machine's end of the link to a namespace."""
+        return name.replace("-", "v")
+
+    def filter(self, wanted: Mapping[str, str]) -> None:
+        """Have links filtered by these words of tc(8), and no others."""
+        words = []
+        for link in wanted.keys() | self._filtered.keys():
+            before, now = self._filtered.get(link, ""), wanted.get(link, "")
+            if before != now:
+                words += [f"qdisc del dev {link} clsact"] * bool(before) + [now] * bool(now)
+        self._filtered = {link: now for link, now in wanted.items() if now}
+        if words:  # a link may be gone by now
+            subprocess.run(
+                ["tc", "-force", "-batch", "-"], input="\n".join([*words, ""]), text=True,
+                capture_output=True, check=False,
+            )  # fmt: skip
+
     def detach(self, name: str) -> None:
+        self._filtered.pop(self.link_of(name), None)
         with contextlib.suppress(OSError):
             ip("netns", "delete", name)
 
@@ -81,8 +113,9 @@ class PodNetwork:
         return address
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            ip("link", "delete", self._tag)
+        for name in (self._tag, self.sink):
+            with contextlib.suppress(OSError):
+                ip("link", "delete", name)
 
 
 def listening(pid: int) -> set[int]:

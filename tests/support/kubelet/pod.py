@@ -122,6 +122,11 @@ class PodRunner:
         self._thread.start()
 
     @property
+    def link(self) -> str:
+        """The node's end of its link to the network; empty: it has none yet."""
+        return self._network.link_of(self._namespace)
+
+    @property
     def is_gone(self) -> bool:
         return not self._thread.is_alive()
 

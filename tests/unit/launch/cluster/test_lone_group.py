@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from mooncake.base import InternalError, MooncakeError
+from mooncake.base import ConfigError, InternalError, MooncakeError
+from mooncake.base.parallel import Shape
 from mooncake.launch.cluster import lone_group
 from mooncake.launch.cluster.lone_group import _SIGNAL, _watch
 from mooncake.launch.cluster.worker_handle import Told
 from mooncake.launch.config.config import resolve
+from mooncake.launch.host import machine_facts
+from mooncake.model.options import ModelOptions
 from tests.support.model.checkpoints import write_config_only
 from tests.support.serve.plain_settings import worker_settings
 
@@ -54,6 +57,22 @@ class Group:
 @pytest.fixture
 def group(tmp_path: Path) -> Group:
     return Group(write_config_only(tmp_path / "small"))
+
+
+def test_each_worker_sees_the_gpus_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that the command sees."""
+    pair = ModelOptions(shape=Shape(tp=2, dp=2, ep=4))
+    two = [worker_settings(worker_id=name, num_gpus=2.0, options=pair) for name in NAMES]
+    monkeypatch.setattr(machine_facts, "num_gpus", lambda: 4)
+    seen = [each["CUDA_VISIBLE_DEVICES"] for each in lone_group.gpus_of(two).values()]
+    assert seen == ["0,1", "2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7, 5,3,2")
+    seen = [each["CUDA_VISIBLE_DEVICES"] for each in lone_group.gpus_of(two).values()]
+    assert seen == ["7,5", "3,2"]
+    assert lone_group.gpus_of([worker_settings(worker_id=name) for name in NAMES]) == {}
+    monkeypatch.setattr(machine_facts, "num_gpus", lambda: 3)
+    with pytest.raises(ConfigError, match="they need 4, and this machine has 3"):
+        lone_group.gpus_of(two)
 
 
 SERVES = tuple((name, READY) for name in NAMES)
