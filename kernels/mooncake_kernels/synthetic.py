@@ -117,6 +117,6 @@ class ModelShape:
 KIMI_K2_TP8 = ModelShape(7168, 8, 512, 64, 128, 128, 384, 8, 256, 163840, 64)
 """The shape of one of eight ranks that split heads and every expert."""
 TINY = ModelShape(96, 2, 32, 16, 24, 24, 6, 2, 32, 200, 16)
-"""For the interpreter."""
+"""A shape that is small enough for the interpreter."""
 TINY_BLOCKED = ModelShape(128, 8, 32, 32, 24, 24, 6, 2, 64, 200, 16)
 """The shape for compiled CPU code, which needs widths in whole blocks."""

@@ -96,9 +96,9 @@ class ApiServer(Serving):
         self.receipts = receipts
         self.recent = recent or dict
         self._vitals: Look[Sequence[Vitals]] = Look(vitals or list)
-        """It may wait for a busy loop."""
+        """Reading them may wait for a busy loop."""
         self._metrics = {is_all: Look(partial(backend.metrics, is_all)) for is_all in (False, True)}
-        """Those of many workers take seconds."""
+        """Reading the metrics of many workers takes seconds."""
         self.num_listeners = 0
         """Number of clients that follow the feed of cluster events."""
         self._stopping = asyncio.Event()

@@ -426,9 +426,9 @@ class NextLife(msgspec.Struct, frozen=True):
     """How a worker comes back after it has left; it travels inside a process only."""
 
     role: Role | None = None
-    """Its new role; None: its own."""
+    """The worker's new role; None: it keeps its role."""
     mode: ClusterMode | None = None
-    """The mode of its cluster; None: as it was."""
+    """The new mode of the cluster; None: the mode stays."""
 
 
 class CheckWeights(Message, frozen=True, tag="check_weights"):
@@ -455,7 +455,7 @@ class WeightsChecked(Answer, frozen=True, tag="weights_checked"):
     error: str = ""
     """Why it cannot serve them; empty: it can."""
     borrows: bool = False
-    """It has no files of them, and can read those of another engine."""
+    """True if the engine has no files of the weights, and can read those of another engine."""
 
 
 class BorrowWeights(Message, frozen=True, tag="borrow_weights"):
@@ -476,7 +476,7 @@ class LentFile(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
     region: int
     digest: str
-    """Its digest, of which the revision of the weights is made."""
+    """The file's digest; the revision of the weights is made of all digests."""
     sums: bytes
     """The checksums of its pieces, one behind the other."""
 

@@ -167,7 +167,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     call_token: int | None = None
     """The token that begins a call of a tool. Given: only an answer that holds it is kept."""
     traced: bool = False
-    """Its workers report what they did for it and when (`RequestOutput.spans`)."""
+    """True if workers report what they did for the request and when (`RequestOutput.spans`)."""
 
     def __post_init__(self) -> None:
         unpack_tokens(self.prompt)

@@ -51,7 +51,7 @@ class Vocabulary:
     added: Mapping[int, str]
     """Names of the tokens that stand for no text; text is never encoded to them by merging."""
     special: frozenset[int]
-    """Those of `added` that are omitted when special tokens are skipped."""
+    """The tokens of `added` that are omitted when special tokens are skipped."""
 
 
 def tiktoken_vocabulary(ranks: Mapping[bytes, int], config: Mapping[str, Any]) -> Vocabulary:

@@ -67,8 +67,8 @@ def authority(wanted: Authority) -> int:
     place = Path(wanted.out)
     if (place / CA_KEY).exists():
         raise ConfigError(
-            f"out: {place / CA_KEY} exists already, and certificates that it signed would be "
-            "worth nothing with another; name another directory"
+            f"out: {place / CA_KEY} exists already; certificates that it signed would be invalid "
+            "with a new one; name another directory"
         )
     _check_days(wanted.days)
     made = make_authority(wanted.name, wanted.days)

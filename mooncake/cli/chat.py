@@ -45,7 +45,7 @@ class Chat(ServerAddress):
         truth,
         TOOLS,
         "",
-        "let the model call a clock and a calculator, and read the cluster's status and --folder",
+        "let the model use a clock and a calculator, and read the cluster's status and --folder",
         switch=True,
     )
     folder: str = setting(".", text, TOOLS, "DIR", "folder whose files --tools may list and read")

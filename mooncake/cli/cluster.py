@@ -36,20 +36,21 @@ mooncake cluster init k2.yaml
 mooncake cluster init k2.yaml --out /safe/k2 --days 730
 """
 NOTES = """\
-When you change the file or the secret, run it again: it keeps what still counts, and makes the
-rest. A machine gets credentials of the roles that it runs. Who has the folder `authority`, with
-the secret, can act as any machine of the cluster: do not copy it to them."""
+When you change the file or the secret, run the command again: it keeps the credentials and
+certificates that are still valid, and makes the others. A machine gets credentials of the roles
+that it runs. Whoever has the folder `authority`, with the secret, can act as any machine of the
+cluster: do not copy that folder to the machines."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Init:
     # fmt: off
-    file: str = setting("", text, "cluster", "FILE", "describes the cluster", positional=True,
-        required=True)
+    file: str = setting("", text, "cluster", "FILE", "file that describes the cluster",
+        positional=True, required=True)
     out: str | None = setting(None, text, "files", "DIR",
-        "where the folders of the machines are made (default: FILE without its ending)")
+        "folder in which each machine gets a folder (default: FILE without its ending)")
     days: float = setting(3650.0, number, "certificates", "N",
-        "days for which the authority, its certificates and the credentials are valid")
+        "number of days for which the authority, its certificates and the credentials are valid")
     # fmt: on
 
 

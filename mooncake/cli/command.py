@@ -136,7 +136,9 @@ class Command:
                 groups[option.group].add_argument(*flags_of(name, option), dest=name, **more)
         if self.takes_file:
             parser.add_argument(
-                "--config", metavar="FILE", help="YAML of these settings, keys are the flags' names"
+                "--config",
+                metavar="FILE",
+                help="YAML file of these settings; its keys are the flags' names",
             )
 
 

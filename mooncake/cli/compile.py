@@ -74,8 +74,8 @@ def read(given: Mapping[str, object], file: str | None, environ: Mapping[str, st
     if own.gpu is None:
         if more := sorted(given.keys() - set(OWN)) + ([] if file is None else ["config"]):
             raise ConfigError(
-                f"gpu: is missing; the code of CPUs is the same for all settings, so without it "
-                f"leave out {', '.join(map(options.flag, more))}"
+                f"gpu: is missing; without it only the code of CPUs is compiled, which is the same "
+                f"for all settings: give --gpu, or leave out {', '.join(map(options.flag, more))}"
             )
         return _Asked(own, None)
     settings = {name: value for name, value in given.items() if name not in OWN}
@@ -165,7 +165,8 @@ def _launch_all(plan: ServePlan, config: ServeConfig) -> None:
 
 COMMANDS = (
     Command(
-        words="compile", summary="compile kernels ahead, for GPUs that are not here or for CPUs",
+        words="compile",
+        summary="compile kernels ahead of time, for other machines' GPUs or for CPUs",
         settings=Compile, run=run, own_read=read, takes_file=True, notes=NOTES,
         examples="mooncake compile kimi-k2-thinking --tensor-parallel-size 8 --gpu h200 \\\n"
         "    --output /cache\n"

@@ -123,7 +123,8 @@ def _document(url: str, model: str, seed: int, verdicts: Sequence[Verdict]) -> d
 
 COMMANDS = (
     Command(
-        words="conformance", summary="ask a server what users of disaggregated servers complain of",
+        words="conformance",
+        summary="check a server for faults that users of disaggregated servers report",
         settings=Conformance, run=run, takes_file=True,
         examples="mooncake conformance\n"
         "mooncake conformance --base-url http://10.0.0.7:8000 --checks aborts,cold-warm --json\n"

@@ -94,7 +94,7 @@ def _check(wanted: Wanted, roles: list[CredentialRole]) -> None:
 
 COMMANDS = (
     Command(
-        words="credential", summary="make a credential of fewer rights than the cluster secret",
+        words="credential", summary="make a credential with fewer rights than the cluster secret",
         examples=EXAMPLES, settings=Wanted, run=make,
     ),
 )  # fmt: skip

@@ -13,8 +13,8 @@ from mooncake.launch.config.options import setting, text, truth
 from mooncake.telemetry.terminal import plain_table
 
 EXAMPLES = """\
-mooncake doctor                              this machine
-mooncake doctor k2.yaml                      and its part of a cluster, on any of its machines
+mooncake doctor                              check this machine
+mooncake doctor k2.yaml                      check also this machine's part of a cluster
 mooncake doctor k2.yaml --json | jq '.[] | select(.state != "ok")'
 mooncake doctor k2.yaml --bundle support.tar.gz
 """
@@ -24,10 +24,10 @@ NOTES = "The exit code is 1 if a check fails, and 0 if there are only warnings."
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Doctor:
     # fmt: off
-    file: str = setting("", text, "cluster", "FILE", "describes the cluster (see `mooncake up`)",
-        positional=True)
+    file: str = setting("", text, "cluster", "FILE",
+        "file that describes the cluster (see `mooncake up`)", positional=True)
     machine: str | None = setting(None, text, "cluster", "NAME",
-        "which machine of the file this is (default: the one with this host name, or address)")
+        "name of this machine in the file (default: that of its host name, or of its address)")
     json: bool = setting(False, truth, "output", "", "print what was found as JSON", switch=True)
     bundle: str | None = setting(None, text, "output", "FILE",
         "write the result, the cluster's settings and facts of the machine to a new tar.gz, "

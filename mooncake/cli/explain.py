@@ -213,7 +213,7 @@ def _parts(counts: dict[str, int]) -> str:
 
 COMMANDS = (
     Command(
-        words="explain", summary="why a call went where it went, and what came of it",
+        words="explain", summary="say which workers a call had, why, and where its time went",
         settings=Explain, run=explain, notes=NOTES,
         examples="mooncake explain gateway-1b2c3d4e\n"
         "mooncake explain chatcmpl-6f1c --json | jq '.sequences[].attempts'\n"

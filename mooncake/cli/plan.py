@@ -97,7 +97,8 @@ def _live(wanted: Plan) -> int:
 
 COMMANDS = (
     Command(
-        words="plan", summary="the smallest cluster for a trace and limits, or for the load now",
+        words="plan",
+        summary="find the smallest cluster for a trace and limits, or for the load now",
         settings=Plan, run=run, takes_file=True,
         examples="mooncake plan --trace trace.jsonl --model llama3-70b --hardware a800x8 \\\n"
         "    --slo-ttft-s 30 --slo-tbt-ms 100\n"

@@ -223,7 +223,7 @@ def _put(wanted: Put) -> int:
     with _session(wanted) as session:
         if not session.put_value(wanted.name, data, wanted.tenant):
             raise MooncakeError(
-                f"{wanted.name!r} is there already; `mooncake pool evict` takes it out"
+                f"{wanted.name!r} is in the pool already; `mooncake pool evict` removes it"
             )
     _print(wanted, {"name": wanted.name, "num_bytes": len(data)},
           f"{wanted.name}: {format_bytes(len(data))}")  # fmt: skip
@@ -356,7 +356,7 @@ def _config(wanted: Node) -> Any:
 
     if not wanted.cluster_secret:
         raise ConfigError(
-            "cluster-secret: the pool admits only who knows its secret; give it by "
+            "cluster-secret: the pool admits only clients that know its secret; give it by "
             "--cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
         )
     return msgspec.structs.replace(

@@ -29,10 +29,10 @@ mooncake serve checkpoints/k2-small --colocated            one process
 mooncake serve --config configs/serve/2p2d.yaml --port 9000
 mooncake serve --role prefill --join 10.0.0.7:6400         one more worker for a running cluster
 mooncake serve --role gateway --join 10.0.0.7:6400         one more gateway with an API
-mooncake serve --role gateway --engines http://a:8000,http://b:8000   over vLLM's servers
+mooncake serve --role gateway --engines http://a:8000,http://b:8000   a gateway over vLLM servers
 mooncake serve checkpoints/k2-small --role kvstore --dram 100GiB --ssd /mnt/nvme0:2TiB
-mooncake serve checkpoints/k2-small --dry-run              what would be started, and its memory
-mooncake serve --check                                     each kernel against its reference here
+mooncake serve checkpoints/k2-small --dry-run              print what would start, and its memory
+mooncake serve --check                                     compare each kernel with its reference
 """
 
 

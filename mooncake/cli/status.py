@@ -272,7 +272,7 @@ def _flat(value: Any) -> str:
 
 COMMANDS = (
     Command(
-        words="status", summary="workers, pool and load", settings=Status, run=show,
+        words="status", summary="show workers, pool and load", settings=Status, run=show,
         examples="mooncake status\nmooncake status --json | jq '.workers[].pid'",
     ),
 )  # fmt: skip

@@ -21,7 +21,7 @@ def run(wanted: Top) -> int:
 
 COMMANDS = (
     Command(
-        words="top", summary="workers and what they do each second, shown anew all the time",
+        words="top", summary="show what each worker does, again and again",
         settings=Top, run=run, examples="mooncake top\nmooncake top --interval 0.5",
         notes="Rates are those since the last question. Of an engine: tokens computed (new) and "
         "found in caches\n(reused); of a pool node: blocks stored (new) and read (reused).",

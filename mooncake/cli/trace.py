@@ -50,11 +50,11 @@ def _spread(spread: Mapping[str, float]) -> str:
 
 COMMANDS = (
     Command(
-        words="trace describe", summary="what a trace is like", settings=TraceFile,
+        words="trace describe", summary="describe the requests of a trace", settings=TraceFile,
         run=run_describe, examples="mooncake trace describe trace.jsonl",
     ),
     Command(
-        words="trace cache", summary="what one pool of a given size would hit",
+        words="trace cache", summary="print what one pool of a given size would hit",
         settings=CacheSettings, run=run_cache,
         examples="mooncake trace cache trace.jsonl --policy lru --capacity 1000,10000,50000 "
         "--json rates.json",

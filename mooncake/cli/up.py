@@ -10,26 +10,26 @@ from mooncake.launch.config.options import setting, text, truth
 
 EXAMPLES = """\
 mooncake up k2.yaml                     the same command on every machine of the file
-mooncake up k2.yaml --machine node-7    where neither host name nor address says which one this is
+mooncake up k2.yaml --machine node-7    if the file has neither this host name nor this address
 mooncake up k2.yaml --dry-run           only check, and print the commands
 """
 NOTES = """\
 Credentials and certificates lie beside the file: `mooncake cluster init` makes a folder with
-them for each machine. Processes that end are started again. Ctrl-C or SIGTERM takes this machine
-out of the cluster; a second one ends its processes at once."""
+them for each machine. The command starts a process again when it ends. Ctrl-C or SIGTERM takes
+this machine out of the cluster; a second one ends its processes at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpSettings:
     # fmt: off
-    file: str = setting("", text, "cluster", "FILE", "describes the cluster", positional=True,
-        required=True)
+    file: str = setting("", text, "cluster", "FILE", "file that describes the cluster",
+        positional=True, required=True)
     machine: str | None = setting(None, text, "cluster", "NAME",
-        "which machine of the file this is (default: the one with this host name, or address)")
+        "name of this machine in the file (default: that of its host name, or of its address)")
     dry_run: bool = setting(False, truth, "cluster", "",
         "check that everything fits, print the commands, start nothing", switch=True)
     ray_node: bool = setting(False, truth, "cluster", "",
-        "be this machine's node of Ray alone, which `mooncake up` starts as a process of its own",
+        "run only this machine's node of Ray; `mooncake up` itself starts such a process",
         switch=True)
     # fmt: on
 

@@ -12,7 +12,7 @@ from mooncake.launch.host.build import revision
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """It takes no settings."""
+    """The command takes no settings."""
 
 
 def version_line() -> str:

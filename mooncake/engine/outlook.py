@@ -40,7 +40,7 @@ class OpenStream:
     """A stream of an engine."""
 
     num_before: int
-    """Its tokens so far."""
+    """The stream's tokens so far."""
     num_tokens: int
     """Tokens among these that were sampled."""
     num_left: float

@@ -154,7 +154,7 @@ class Allowance:
     last_s: float | None = None
     """When its last token was sampled."""
     long_s: list[float] = field(default_factory=list)
-    """Its gaps above half the limit, the longest first."""
+    """The stream's gaps above half the limit, the longest first."""
 
     def count(self, now: float, limit_s: float) -> None:
         """Take in a token that was sampled at `now`."""

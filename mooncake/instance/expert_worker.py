@@ -26,7 +26,7 @@ class ExpertWorker:
     """Reports the counts of its runner until it may end."""
 
     next_life: NextLife | None = None
-    """It never comes back in another way."""
+    """None, because this worker never comes back in another role."""
 
     def __init__(
         self,

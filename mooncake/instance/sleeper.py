@@ -29,7 +29,7 @@ class Sleeper:
     """Sleeps until a `Restart` names it."""
 
     draining = True
-    """It gets no requests."""
+    """True, so that gateways send no requests."""
 
     def __init__(
         self,

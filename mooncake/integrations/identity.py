@@ -39,7 +39,7 @@ def weights_name(model: str, commit: str | None, load_format: str) -> str:
         return weights_revision(b"", file_digests(files, environment.cache_dir()))
     if not commit:
         raise ConfigError(
-            f"model: nothing tells which revision of {model} this is; give the engine the "
-            "directory of its files, or a commit as the revision"
+            f"model: the revision of {model} is unknown; give the engine the directory of its "
+            "files, or a commit as the revision"
         )
     return f"{model}@{commit}"

@@ -1,4 +1,4 @@
-"""From a checkpoint directory to runners: the interface that launchers call, without tensors.
+"""Opens a checkpoint directory and makes runners: what launchers call, without tensors.
 
 Owns the loaded model. Several runners of one process share its weights; each has its own pages.
 """

@@ -49,7 +49,7 @@ class _Gateway:
 
     address: str
     ref: WorkerRef | None = None
-    """Its present epoch, once it has welcomed us."""
+    """The gateway in its present epoch, once it has welcomed us."""
     welcomed: bool = False
     next_s: float = float("-inf")
     """When the next report or hello is due."""

@@ -112,9 +112,9 @@ class ChannelCounters:
     num_sent: int = 0
     num_received: int = 0
     num_dropped: int = 0
-    """Not sent: the peer's queue was full, the message too long, or the address unusable."""
+    """Messages not sent: a queue was full, the message too long, or the address unusable."""
     num_malformed: int = 0
-    """Arrived, but were no messages of this protocol version."""
+    """Frames that arrived and were no messages of this protocol version."""
     num_refused: int = 0
     """Arrived, but the sender's credential does not allow them."""
 

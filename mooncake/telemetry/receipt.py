@@ -46,7 +46,7 @@ class DecodeEstimate(msgspec.Struct, frozen=True, kw_only=True):
     num_short_blocks: int
     """Blocks that it lacks for the expected answer; 0: it fits."""
     full: bool
-    """Not even the prompt fits now."""
+    """True if not even the prompt fits now."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):

@@ -165,8 +165,8 @@ class RequestSeries:
         )
         self.waiting = gauge("num_requests_waiting", "Requests without a first token so far.")
         self.batches = gauge("batches_running", "Batches that this gateway runs.")
-        self.batch_lines_asked = gauge("batch_lines_asked", "Lines of them that are being asked.")
-        self.batch_lines_left = gauge("batch_lines_left", "Lines of them without a result so far.")
+        self.batch_lines_asked = gauge("batch_lines_asked", "Batch lines that are being asked.")
+        self.batch_lines_left = gauge("batch_lines_left", "Batch lines without a result so far.")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
         self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens reused, not computed.")
         self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
@@ -227,7 +227,7 @@ class RequestSeries:
         )
         self.ttft_error_ratio = histogram(
             "ttft_prediction_error_ratio",
-            "The same as a share of the measured TTFT.",
+            "Absolute error of the predicted TTFT, as a share of the measured TTFT.",
             _ERROR_RATIO,
         )
         self.request_prompt_tokens = histogram("request_prompt_tokens", "Prompt length.", _TOKENS)
@@ -419,7 +419,7 @@ _ENGINE_COUNTS = {
 _POOL_COUNTS = {"blocks_evicted": "KV blocks that a pool node evicted."}
 """The same of a pool node."""
 _RENAMED = {"preemptions": "num_preemptions", "blocks_evicted": "pool_blocks_evicted"}
-"""Such counters whose series has another name."""
+"""Counters of workers -> the name of their series, if that is another."""
 
 
 def _usage(load: WorkerLoad) -> float:

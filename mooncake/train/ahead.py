@@ -19,7 +19,7 @@ from mooncake.train.drawing import Drawing, Drawn
 Wanted = tuple[int, Mapping[str, float], int]
 """A step, the weights of its tasks, and the most tokens of a conversation."""
 Arguments = tuple[Path, int, int, int]
-"""Those of `Drawing`."""
+"""The arguments of `Drawing`."""
 _AHEAD = 2
 """How many steps a process is asked for before the first of them is taken."""
 

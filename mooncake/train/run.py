@@ -229,7 +229,7 @@ class Run:
             raise CheckpointError(
                 f"{self._out}: samples of {', '.join(changed)} are not those that the run began "
                 "with, so it cannot go on as one run; train into another directory, or use the "
-                "code of then"
+                "former code"
             )
 
     def _forget_later_lines(self) -> None:

@@ -42,15 +42,15 @@ class DeviceMemory(Protocol):
 
     @property
     def device(self) -> str:
-        """Its name, e.g. "cuda:0"."""
+        """The device's name, e.g. "cuda:0"."""
 
     @property
     def num_bytes(self) -> int:
-        """Its length."""
+        """The length of the memory."""
 
     @property
     def address(self) -> int:
-        """Its address for the device, and for a NIC that can reach the device."""
+        """The memory's address for the device, and for a NIC that can reach the device."""
 
     @property
     def location(self) -> str:

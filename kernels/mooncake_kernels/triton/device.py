@@ -34,10 +34,10 @@ class Gpu:
     """A kind of GPU, as far as it decides which kernels are launched."""
 
     name: str
-    """Its name as torch gives it, for tuned tables."""
+    """The device's name as torch gives it, for tuned tables."""
     multiprocessors: int
     arch: int
-    """Its compute capability, 90 for 9.0."""
+    """The device's compute capability, 90 for 9.0."""
 
 
 _stands_for: list[Gpu] = []

@@ -413,7 +413,9 @@ class _Form:
 
 
 _FLOAT32 = _Form(16, 32, 2, 4, 2)
-"""For comparisons only, because larger tiles need more shared memory than there is."""
+"""The form for float32, which only comparisons use: larger tiles need more shared memory than there
+is.
+"""
 _FEW_ROWS = _Form(16, 64, 2, 4, 2), _Form(32, 64, 3, 8)
 _BF16_CACHE, _FP8_CACHE = _Form(TILE_ROWS, 32, 4, 8), _Form(TILE_ROWS, 64, 3, 8)
 """No form spills (`tests/kernels/test_compiles_for_hopper.py`; kernels/README.md lists what was

@@ -101,7 +101,7 @@ class _Graph:
         self._children: dict[int, list[int]] = {}
         self._targets: dict[int, int] = {}
         self._num_values = 0
-        """Of those in the objects and lists that `const` and `enum` give."""
+        """The number of values in the objects and lists of `const` and `enum`."""
         self._walk()
         self._resolve()
 

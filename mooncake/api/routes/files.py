@@ -151,7 +151,7 @@ def file_routes(batches: BatchService | None) -> Router:
 
     @router.get("/v1/files/{file_id}/content", described=_CONTENT)
     async def content(request: Request, file_id: str) -> Response:
-        """Return what is in a file."""
+        """Return the content of a file."""
         service, tenant = needed(batches), tenant_of(request)
         found = await service.file(tenant, file_id)
 

@@ -59,18 +59,18 @@ def operation_routes(api_server: Serving) -> Router:
 
     @router.get("/version", described=answer(JSON))
     async def version() -> Response:
-        """The version of this server."""
+        """Return the version of this server."""
         return json_response(encode({"version": __version__}))
 
     @router.get("/metrics", described=answer("text/plain", {"type": "string"}))
     async def metrics(request: Request) -> Response:
-        """All metrics in Prometheus' text format; those of tenants need an operator's key."""
+        """Return metrics in Prometheus' text format; those of tenants need an operator's key."""
         shown = await api_server.metrics(request.state.is_operator)
         return Response(shown, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @router.get("/v1/cluster/status", described=answer(JSON))
     async def status() -> Response:
-        """Workers, pool and load: what `mooncake status` shows."""
+        """Return workers, pool and load, as `mooncake status` shows them."""
         return json_response(encode(api_server.status()))
 
     return router

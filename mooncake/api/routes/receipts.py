@@ -37,9 +37,9 @@ def receipt_routes(api_server: ApiServer) -> Router:
 
     @router.get("/v1/requests/{name:path}/receipt", described=operation(None, Receipt, ErrorReply))
     async def receipt(request: Request, name: str) -> Response:
-        """Say of one of the last calls who was chosen for it and why, and what came of it.
+        """Return which workers one of the last calls had and why, and how it went.
 
-        The name is that of `X-Mooncake-Receipt`, the `id` of an answer, or a sequence's of the log.
+        The name is in `X-Mooncake-Receipt`, or the `id` of an answer, or a request's id in the log.
         """
         own = tenant_of(request)
         receipts, kept = found(name, None if request.state.is_operator else own)

@@ -25,11 +25,11 @@ class Target:
 
     main: Endpoint
     prefill: Endpoint | None
-    """Its prefill worker, where that worker gives clients handles of KV."""
+    """The server's prefill worker, if that worker gives clients handles of KV."""
     other: Endpoint | None
     """Another server with the same weights."""
     processes: Processes | None
-    """Its processes; None: the checks leave them alone."""
+    """The server's processes; None: the checks leave them alone."""
     draw: Random
     kv_gauge: str | None
     deadline_s: float

@@ -109,7 +109,7 @@ class Drafted(msgspec.Struct, frozen=True, tag="drafted", array_like=True):
     """
 
     tokens: bytes
-    """Those of all its sequences."""
+    """The tokens of all its sequences."""
 
     @classmethod
     def of(cls, slots: Iterable[StepSlot]) -> Drafted:

@@ -23,7 +23,7 @@ AGAIN_S = 0.01
 MAX_WAITING = 1024
 """Look-ups that may wait; further ones count as misses."""
 logger = logging.getLogger("vllm.mooncake")
-"""It is below vLLM's logger, so that vLLM's log settings apply."""
+"""A child of vLLM's logger, so that vLLM's log settings apply."""
 
 
 @dataclass

@@ -71,7 +71,7 @@ class ClientPorts:
     channel: Channel
     transfer: Transfer
     region: Region
-    """Its memory: host memory, registered with `transfer`."""
+    """The client's memory: host memory, registered with `transfer`."""
     gateway_address: str
 
 

@@ -143,7 +143,7 @@ COUNTERS = {
     "object_blocks_written": "blocks written to the bucket",
     "object_blocks_read": "blocks read from the bucket",
     "object_read_seconds": "seconds in which blocks were being read from the bucket",
-    "object_blocks_evicted": "blocks in the bucket that this node uses no more; others may",
+    "object_blocks_evicted": "blocks in the bucket that this node no longer uses; other nodes may",
     "object_blocks_too_late": "blocks evicted from DRAM before their turn to be written to the "
     "bucket",
     "object_blocks_corrupt": "blocks read from the bucket with other contents than were written",

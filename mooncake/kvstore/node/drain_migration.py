@@ -63,7 +63,7 @@ class State(Enum):
     ELSEWHERE = "elsewhere"
     """Another node held it before."""
     LEFT = "left"
-    """It stays here: no node has room for it, or the migration is over."""
+    """The block stays here: no node has room for it, or the migration is over."""
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {

@@ -48,7 +48,7 @@ class Removals:
         self._blocks = blocks
         self._tiering = blocks.tiering
         self._removals: dict[_Removal, None] = {}
-        """In the order in which they came."""
+        """The requests that are not answered yet, in the order in which they came."""
         self._waiting_for: dict[BlockKey, dict[_Removal, None]] = {}
         """The requests that wait for disks, by each of their blocks."""
 

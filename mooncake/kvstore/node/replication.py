@@ -72,7 +72,7 @@ class Replicator:
         self._arena = BlockMemory.packed(ports.region, ports.layout)
         self._transfers = MemoryTransfers(ports.transfer)
         self._reader = BlockReader(ports.worker, ports.channel, self._transfers, verify=False)
-        """It does not verify checksums: the node hashes copies like all other blocks."""
+        """Does not verify checksums, because the node hashes copies like all other blocks."""
         self._copied = copied
         self._sources = Sources(ports)
         self._pulls: dict[int, _Pull] = {}

@@ -42,7 +42,7 @@ class _Wait:
     pinned.
     """
     unasked: deque[BlockKey]
-    """Of the missing blocks those that wait for their turn, and some that do so no more."""
+    """The missing blocks that wait for their turn, and some that no longer wait."""
     more: bool
     gently: bool
     deadline_s: float

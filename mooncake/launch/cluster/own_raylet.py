@@ -27,7 +27,9 @@ _PROGRAM = (
     "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "  # PR_SET_PDEATHSIG
     "from ray.scripts.scripts import main; main()"
 )
-"""It ends with its starter, however that ends. Ray alone would go on, and keep its port."""
+"""A program that ends Ray when its starter ends in any way. Ray alone would go on, and keep its
+port.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -81,8 +83,8 @@ class OwnRaylet:
                 lines = [line.strip() for line in said.splitlines() if line.strip()]
                 raise ConfigError(
                     f"ray: Ray does not start on this machine for the cluster at {address}: "
-                    f"{' / '.join(lines[-SHOWN_LINES:]) or 'it says nothing'}. Both machines need "
-                    "the same version of Ray and the same token in ~/.ray/auth_token"
+                    f"{' / '.join(lines[-SHOWN_LINES:]) or 'it printed nothing'}. Both machines "
+                    "need the same version of Ray and the same token in ~/.ray/auth_token"
                 )
             time.sleep(POLL_S)
 

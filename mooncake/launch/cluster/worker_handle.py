@@ -138,7 +138,7 @@ class WorkerHandle:
                 if not is_new:
                     _log.info("%s is adopted (pid %d)", begin.settings.worker_id, first.pid)
                 return
-        raise MooncakeError("its process ends before it says a word; its log above has more")
+        raise MooncakeError("its process ended before it reported anything; see its log above")
 
     def receive(self) -> Told | None:
         """Return the next word of the process; None: it has ended, or has another supervisor."""

@@ -106,9 +106,9 @@ class Part:
     name: str
     role: str
     given: Mapping[str, object]
-    """Its settings, as written."""
+    """The settings of the process, as written in the file."""
     command: tuple[str, ...] = ("serve",)
-    """The words before them in the command that starts it."""
+    """The words before these settings in the command that starts the process."""
 
     @property
     def words(self) -> list[str]:
@@ -305,7 +305,7 @@ def _check_placed(found: ClusterFile) -> None:
         if machine.counts.get(RAY) and not found.placed:
             raise ConfigError(
                 f"{found.path}: machines: {machine.name}: {RAY}: Ray has nothing to place; say "
-                f"what at the top of the file, such as `{RAY}: {{decode: 1}}`"
+                f"what it places at the top of the file, such as `{RAY}: {{decode: 1}}`"
             )
         for role in found.placed:
             if machine.counts.get(role):
@@ -314,7 +314,9 @@ def _check_placed(found: ClusterFile) -> None:
                     f"this role; add them to its number, {RAY}: {role}"
                 )
     if found.placed and not found.ray_hosts:
-        raise ConfigError(f"{found.path}: {RAY}: no machine takes what Ray places")
+        raise ConfigError(
+            f"{found.path}: {RAY}: no machine takes what Ray places; leave out `{RAY}: 0` at one"
+        )
     if found.placed and found.stage_hosts:
         raise ConfigError(
             f"{found.path}: {RAY}: Ray places engines whose stages are all on one machine; leave "
@@ -405,7 +407,7 @@ def _settings(path: str, group: str, told: object) -> dict[str, object]:
             raise ConfigError(f"{path}: {group}: {unknown_setting(str(key))}")
         if _option(name).secret and isinstance(_only(value), list | dict):
             raise ConfigError(
-                f"{path}: {group}: {flag(name)}: one alone can be given here; a file, such as "
+                f"{path}: {group}: {flag(name)}: give one value here; a file, such as "
                 "api-keys-file, holds several"
             )
         found[name] = value

@@ -259,7 +259,7 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
         )
     if config.hardware is not None and not config.dry_run:
         raise ConfigError(
-            "hardware: figures of other hardware serve to make a plan only; add --dry-run"
+            "hardware: other hardware can only be planned for; add --dry-run"
         )
     if config.colocated:
         for name in (
@@ -306,7 +306,7 @@ NOT_OF_ENGINES = (
 def _check_engines(config: ServeConfig, written: Mapping[str, object]) -> None:
     """Refuse what a gateway over other people's engines cannot do."""
     if config.role != "gateway":
-        raise ConfigError("engines: only a gateway places requests over them; add --role gateway")
+        raise ConfigError("engines: only a gateway sends requests to them; add --role gateway")
     if not config.engines:
         raise ConfigError("engines: they are missing; add --engines URL")
     for name, option in _given(written):
@@ -354,7 +354,7 @@ def _check_tls(config: ServeConfig, written: Mapping[str, object]) -> None:
             raise ConfigError(
                 f"{flag(port)}host: at {host} {what}: add --{flag(certfile)} FILE "
                 "(`mooncake certificates` makes one), or --http-without-tls where the network is "
-                "private or a proxy before it speaks HTTPS"
+                "private or a proxy in front of it speaks HTTPS"
             )
 
 

@@ -37,7 +37,7 @@ class Option:
     read: Callable[[str, object], Any]
     """(name, value as written) -> value; raises ConfigError."""
     text: str
-    """Its help text; empty: accepted for compatibility and not shown."""
+    """The setting's help; empty: it is accepted for compatibility and not shown."""
     group: str
     metavar: str = ""
     short: str = ""
@@ -475,7 +475,9 @@ def hosts_and_ports(name: str, value: object) -> tuple[str, ...]:
 def _place_and_key(name: str, written: str) -> str:
     place, mark, key = written.partition("#")
     if mark and not re.fullmatch("[0-9a-f]{64}", key):
-        raise ConfigError(f"{flag(name)}: {written!r} ends in no key: copy the address whole")
+        raise ConfigError(
+            f"{flag(name)}: the part after # in {written!r} is no key; copy the whole address"
+        )
     return host_and_port(name, place.rstrip("/")) + mark + key
 
 

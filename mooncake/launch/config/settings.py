@@ -111,7 +111,7 @@ class ServeConfig:
         "device that computes; auto: a CUDA GPU if there is one")
     gpu_memory_utilization: float = owned(ModelOptions, "gpu_memory_utilization", share, MODEL,
         "SHARE",
-        "share of a GPU's memory that is used; what weights and steps leave of it holds KV pages")
+        "share of a GPU's memory to use; KV pages get what weights and steps leave of it")
     num_gpu_blocks_override: int | None = setting(None, count(1), MODEL, "PAGES",
         "number of KV pages of each engine")
     block_size: int = owned(EngineConfig, "block_tokens", count(1, 1024), MODEL, "TOKENS",
@@ -140,16 +140,16 @@ class ServeConfig:
         "share of DRAM in use above which blocks are written to SSD; 0: at once")
     ssd_load_timeout_s: float = owned(KvStoreConfig, "ssd_load_timeout_s", positive, POOL,
         "SECONDS",
-        "a reader waits so long for blocks on SSD or in --object-store, and goes on with those "
-        "that have come")
+        "seconds that a reader waits for blocks on SSD or in --object-store; then it goes on with "
+        "those that have come")
     object_store: str | None = setting(None, text, POOL, "s3://BUCKET/PREFIX",
         "bucket for blocks that outlive the cluster; clusters with the same model may share it")
     object_endpoint: str | None = setting(None, text, POOL, "URL",
-        "server of --object-store, e.g. http://10.0.0.9:9000; without it, what the AWS settings of "
-        "the machine say")
+        "server of --object-store, e.g. http://10.0.0.9:9000 (default: that of the machine's AWS "
+        "settings)")
     object_size: int = setting(1 << 40, size(1), POOL, "SIZE",
-        "bytes of blocks in --object-store that a kvstore worker uses; none is deleted to keep to "
-        "it")
+        "most bytes of blocks in --object-store that a kvstore worker uses; it forgets the others "
+        "and deletes none")
     object_min_uses: int = owned(KvStoreConfig, "object_min_uses", count(1), POOL, "N",
         "blocks that were asked for this often are written to --object-store; 1: all blocks")
     ssd_encryption: bool = setting(False, truth, POOL, "",
@@ -203,8 +203,8 @@ class ServeConfig:
     join_timeout: int = setting(0, count(0), CLUSTER, "S",
         "seconds that --join waits for a cluster that is not up yet")
     orphan_timeout: int = setting(60, count(0), CLUSTER, "S",
-        "seconds that the workers of a `serve` that was killed wait until the same command starts "
-        "again and adopts them; 0: they end with it, as they do without a fixed --port")
+        "seconds that workers serve on after their `serve` was killed; the same command, started "
+        "by then, adopts them; 0, or --port 0: they end with `serve`")
     node_id: str | None = setting(None, text, CLUSTER, "NAME",
         "name of this machine (default: its host name)")
     transport: tuple[str, ...] = setting(("auto",), SomeOf("auto", "shm", "rdma", "tcp"), CLUSTER,
@@ -267,12 +267,12 @@ class ServeConfig:
     tensor_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
         "number of processes that share each layer of an engine", short="-tp")
     decode_context_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
-        "number of these ranks among which an engine's KV is divided", short="-dcp")
+        "number of ranks of an engine among which its KV is divided", short="-dcp")
     prefill_set: tuple[tuple[str, int], ...] = setting((), role_settings, CLUSTER, "NAME=N",
         "tensor-, pipeline-, decode-context- or data-parallel-size of prefill workers only; may be "
         "repeated", repeat=True)
     decode_set: tuple[tuple[str, int], ...] = setting((), role_settings, CLUSTER, "NAME=N",
-        "the same for decode workers only; may be repeated", repeat=True)
+        "as --prefill-set, for decode workers only; may be repeated", repeat=True)
     pipeline_parallel_size: int = setting(1, count(1, 1024), CLUSTER, "N",
         "number of stages of an engine, each with a part of the layers", short="-pp")
     stage_hosts: tuple[str, ...] = setting((), hosts_and_ports, CLUSTER, "HOST:PORT",
@@ -288,7 +288,7 @@ class ServeConfig:
         switch=True, short="-ep")
     experts: int = setting(0, count(0, 1024), CLUSTER, "N",
         "number of workers that hold the routed experts of a decode engine, and nothing else; its "
-        "decode workers then hold none (with --enable-expert-parallel)")
+        "decode workers then hold none (needs --enable-expert-parallel)")
     enable_eplb: bool = setting(False, truth, CLUSTER, "",
         "move and copy the experts with the most rows between ranks that share experts, while they "
         "serve",
@@ -297,11 +297,11 @@ class ServeConfig:
         'settings of --enable-eplb (default: \'{"window_size": 1000, "step_interval": 3000, '
         '"num_redundant_experts": 0}\')')
     all2all_backend: str = setting(GATHERED, OneOf(GATHERED, *DEEPEP), CLUSTER, "NAME",
-        "how rows get to the ranks that have their experts; allgather_reducescatter: all rows go "
-        "to all ranks, and sums come back; deepep: only with --dry-run so far")
+        "how tokens' rows get to the ranks that hold their experts; allgather_reducescatter: all "
+        "rows go to all ranks, and sums come back; deepep: only with --dry-run so far")
     engines: tuple[str, ...] = setting((), engine_urls, ENGINES, "URL",
-        "OpenAI-compatible server, such as vLLM's, over which --role gateway places requests; may "
-        "be repeated", repeat=True)
+        "OpenAI-compatible server, such as vLLM's, to which --role gateway sends requests; may be "
+        "repeated", repeat=True)
     engine_events: tuple[tuple[str, str, str | None], ...] = setting((), engine_events, ENGINES,
         "URL=EVENTS,REPLAY",
         "addresses at which one of --engines publishes block events in vLLM's format, and replays "
@@ -353,7 +353,8 @@ class ServeConfig:
     max_batch_file_bytes: int = owned(ApiConfig, "max_batch_file_bytes", size(1), API, "SIZE",
         "largest file that is uploaded; larger ones get 413")
     max_tenant_batch_bytes: int = owned(ApiConfig, "max_tenant_batch_bytes", size(1), API, "SIZE",
-        "most that the files of a tenant take together, and the answers of one batch")
+        "most bytes that the files of a tenant take together, and most that the answers of one "
+        "batch take")
     max_tenant_batches: int = owned(ApiConfig, "max_tenant_batches", count(1), API, "N",
         "most batches of a tenant that have not ended; more get 429")
     max_connections: int = owned(ApiConfig, "max_connections", count(1), API, "N",
@@ -362,7 +363,8 @@ class ServeConfig:
         "most values in a body; fields, objects and lists count 8, items of lists 1; streams stall "
         "about 1 ms for every 5,000")
     timeout_keep_alive: int = owned(ApiConfig, "keep_alive_s", count(1, 86400), API, "S",
-        "seconds that idle connections stay open; choose more than a proxy in front keeps them")
+        "seconds that idle connections stay open; choose more than a proxy in front of this server "
+        "has")
     enable_sleep_mode: bool = owned(ApiConfig, "enable_sleep_mode", truth, API, "",
         "let operators pause the cluster, let it sleep and replace its weights (/pause, /sleep, "
         "/update_weights)", switch=True)
@@ -388,8 +390,8 @@ class ServeConfig:
         'compute several tokens of a sequence in one step, with the same result, e.g. \'{"method": '
         '"ngram", "num_speculative_tokens": 4}\'', short="-sc")
     step_timeout: int = owned(EngineConfig, "step_timeout_s", count(1), ENGINE, "SECONDS",
-        "a worker whose step makes no progress for this long ends, and others take its requests; "
-        "its first steps may take ten times as long")
+        "seconds without progress of a step after which its worker ends and others take its "
+        "requests; the first steps may take ten times as long")
     attention_backend: str = owned(ModelOptions, "attention_backend", OneOf(*ATTENTION_BACKENDS),
         ENGINE, "NAME",
         "kernels for attention; auto: triton on a GPU; on a CPU in bfloat16 native (C++, compiled "
@@ -402,8 +404,8 @@ class ServeConfig:
         "where routed experts are computed; cpu: they lie in DRAM and --moe-backend computes them, "
         "while all else runs on the GPU")
     rank_backend: str = owned(ModelOptions, "rank_backend", OneOf(*RANK_BACKENDS), ENGINE, "NAME",
-        "how the ranks of an engine exchange tensors; auto: NCCL on GPUs, otherwise shm, a shared "
-        "memory; gloo: connections over loopback, slower")
+        "how the ranks of an engine exchange tensors; auto: NCCL on GPUs, otherwise shm (shared "
+        "memory); gloo: connections over loopback, slower")
     deterministic: bool = owned(ModelOptions, "deterministic", truth, ENGINE, "",
         "make results independent of the rest of the batch and, on CPUs, of the number of ranks; "
         "slower",
@@ -424,48 +426,47 @@ class ServeConfig:
         "limit on the predicted time to the first token, in seconds; requests above it get 429 "
         "(default: no limit)")
     slo_tbt_ms: float | None = owned(SchedulerConfig, "tbt_slo_s", positive, LIMITS, "MS",
-        "limit on predicted gaps between tokens, in ms; requests above it get 429; prompts are "
-        "then computed in chunks short enough for running streams, or wait for these as long "
-        "as --slo-ttft-s allows; the first token is sent "
-        "together with the second, so that the hand-over to decode makes no gap (default: no "
-        "limit)",
+        "limit on predicted gaps between tokens, in ms; requests above it get 429; with a limit, "
+        "engines compute prompts in chunks short enough for running streams, or let them wait for "
+        "these as long as --slo-ttft-s allows; the first token is sent together with the second, "
+        "so that the hand-over to decode makes no gap (default: no limit)",
         per_unit=1000)
     target_ttft_s: float = setting(5.0, amount, LIMITS, "S",
-        "without limits: the time to the first token that prompts are planned for; those that can "
+        "time to the first token that engines plan for if no limits are set; prompts that can "
         "still be in time go before those that cannot; no request is refused for it; 0: as with "
         "--target-tbt-ms 0")
     target_tbt_ms: float = setting(150.0, amount, LIMITS, "MS",
-        "without --slo-tbt-ms: the gaps between tokens that are planned for; prompts wait for "
+        "gaps between tokens that engines plan for if --slo-tbt-ms is not set; prompts wait for "
         "running streams as long as --target-ttft-s allows, or are computed in chunks that are "
-        "short enough, as far as this costs little throughput; no request is refused for it; 0: "
-        "prompts neither wait nor let others go first")
+        "short enough, if this costs little throughput; no request is refused for it; 0: prompts "
+        "neither wait nor let others go first")
     role_switching: bool = owned(SchedulerConfig, "role_switching", truth, LIMITS, "",
-        "let workers change between prefill and decode when the load moves for long", switch=True)
+        "let workers change between prefill and decode when the load shifts for long", switch=True)
     autoscale: str | None = owned(SchedulerConfig, "autoscale", bounds, LIMITS,
         "prefill=MIN..MAX,decode=MIN..MAX[,total=N][,start=S][,quiet=S]",
-        "bounds for how many replicas the gateways advise (mooncake:desired_replicas, `mooncake "
-        "plan --live`); a `mooncake serve` that starts prefill or decode workers starts and ends "
-        "them by this advice. total: most of both roles; start: seconds until a new one serves; "
-        "quiet: seconds for which fewer must have been enough before fewer are advised; MIN 0: "
-        "without workers the gateway is ready all the same, and batch requests wait for them")
+        "bounds for the number of replicas that the gateways advise (mooncake:desired_replicas, "
+        "`mooncake plan --live`); a `mooncake serve` that starts prefill or decode workers follows "
+        "this advice. total: most of both roles; start: seconds until a new worker serves; quiet: "
+        "seconds for which fewer must have been enough before fewer are advised; MIN 0: the "
+        "gateway is ready without workers, and batch requests wait for them")
     max_waiting_requests: int = owned(SchedulerConfig, "max_inflight", count(1), LIMITS, "N",
         "most accepted requests at a time; more get 429")
     log_level: str | None = setting(None, OneOf(*_LEVELS), OTHER, "LEVEL",
-        "level of the log on standard error (default: info); a cluster that is started on a "
-        "terminal shows only warnings, and names the file that has the rest")
+        "level of the log on standard error (default: info, but warning for a cluster that is "
+        "started on a terminal, which names the file that has the rest)")
     log_file: str | None = setting(None, text, OTHER, "PATH",
         "also append the log of all processes, from level info on, to this file on their machines")
     log_format: str = setting("text", OneOf("text", "json"), OTHER, "FORMAT",
-        "format of the log; json: one object for each line")
+        "format of the log; json: one object a line")
     audit_log: str | None = setting(None, text, OTHER, "PATH",
-        "append to this file who drained, removed, changed keys or was refused, one JSON object "
-        "for each line; -: write to standard error")
+        "append to this file who drained, removed, changed keys or was refused, one JSON object a "
+        "line; -: write to standard error")
     otlp_traces_endpoint: str | None = setting(None, web_url, OTHER, "URL",
         "send traces of requests to this collector, by OTLP over HTTP; needs the packages of "
         "mooncake-serve[otlp]")
     otlp_traces_sampling_ratio: float = setting(1.0, part, OTHER, "SHARE",
-        "share of requests to trace, out of those without a traceparent; with a traceparent the "
-        "client has decided")
+        "share to trace of the requests that come without a traceparent header; with this header "
+        "the client decides")
     dry_run: bool = setting(False, truth, OTHER, "", switch=True,
         text=
         "print the configuration and memory plan, make all checks that `serve` makes, start "

@@ -58,6 +58,6 @@ def figures(name: str, kind: type[Figures]) -> Figures:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         known = ", ".join(sorted(path.stem for path in folder.glob("*.json")))
-        raise ConfigError(f"no figures of {name!r}; known: {known}") from None
+        raise ConfigError(f"there are no figures of {name!r}; known: {known}") from None
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{path}: {error}") from None

@@ -80,7 +80,8 @@ class SimulateSettings(Replay):
         "let engines plan their steps for the limits, as `mooncake serve` does: prompts that can "
         "be in time go first, and wait for streams or come in short chunks", switch=True)
     role_switching: bool = owned(SchedulerConfig, "role_switching", truth, CLUSTER, "",
-        "let instances change between prefill and decode when the load moves for long", switch=True)
+        "let instances change between prefill and decode when the load shifts for long",
+        switch=True)
     autoscale: str | None = owned(SchedulerConfig, "autoscale", bounds, CLUSTER,
         "prefill=MIN..MAX,decode=MIN..MAX[,total=N][,start=S][,quiet=S]",
         "let instances come and go inside these bounds; --prefill and --decode are those at the "

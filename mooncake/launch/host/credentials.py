@@ -184,9 +184,9 @@ def kept_secret(address: str) -> str:
     file = secret_file(address)
     if not file.exists():
         raise ConfigError(
-            f"cluster-secret: the cluster at {address} lets in only who knows its secret; give it "
-            "by --cluster-secret-file or MOONCAKE_CLUSTER_SECRET (its own user on its own machine "
-            "needs none)"
+            f"cluster-secret: the cluster at {address} admits only processes that know its secret; "
+            "give it by --cluster-secret-file or MOONCAKE_CLUSTER_SECRET (the user who started the "
+            "cluster needs none on its machine)"
         )
     return read_secret(file)
 

@@ -86,7 +86,7 @@ def address_towards(address: str) -> str:
             probe.connect(peer)
             return str(probe.getsockname()[0])
     except (OSError, ValueError) as error:
-        raise Unavailable(f"no way from here to {address}: {error}") from error
+        raise Unavailable(f"this machine has no route to {address}: {error}") from error
 
 
 def boot_id() -> str:

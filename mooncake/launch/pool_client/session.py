@@ -80,7 +80,7 @@ class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     node_id: str = ""
     """The machine whose pool node is used first, as its workers name it."""
     store_address: str = ""
-    """Or the address of that pool node."""
+    """The address of the pool node that is used first, in place of its machine's name."""
     bind_host: str = "127.0.0.1"
     """The address of this machine at which the pool's answers arrive."""
     transfer_protocols: list[str] = msgspec.field(default_factory=lambda: list(usable_protocols()))

@@ -29,7 +29,7 @@ BUILD_LABELS = [*LABELS, "version", "revision"]
 BUILD = "always 1; the labels say what the process runs"
 HEALTH = {
     "health": "1 if the process passes the probe",
-    "loop_stuck_seconds": "time for which its loop has not turned; above --step-timeout it ends",
+    "loop_stuck_seconds": "time since the process' loop ran; above --step-timeout the process ends",
 }
 """Name of a gauge of every process -> its help text; `health` has the label `probe` too."""
 
@@ -98,7 +98,7 @@ LATENCY_LABELS = LINK_LABELS[:-1]
 LINK_COUNTS: dict[str, tuple[str, Callable[[LinkSnapshot], float]]] = {
     "bytes": ("bytes moved over a link", lambda link: link.num_bytes),
     "busy_seconds": (
-        "time during which something was under way; bytes divided by this is the link's speed",
+        "time during which a transfer was under way; bytes divided by this is the link's speed",
         lambda link: link.busy_s,
     ),
     "retries": ("slices that were sent again", lambda link: link.num_retries),

@@ -41,7 +41,7 @@ class LoanEnded(CheckpointError):
 class _State(Enum):
     COMING = auto()
     HERE = auto()
-    """It is not checked yet."""
+    """The piece has arrived and is not checked yet."""
     CHECKING = auto()
     CHECKED = auto()
 
@@ -90,7 +90,7 @@ class PieceReader:
         self._num_arrived = 0.0
         """The bytes that had arrived at the last look, also of pieces that are not whole."""
         self._silent_s = 0.0
-        """For how long threads have waited since then; nothing else counts."""
+        """How long threads have waited since then; other time does not count."""
         self._error: LoanEnded | None = None
         self._num_reading = 0
         """Threads in `read`."""

@@ -95,8 +95,8 @@ class WeightsLender:
         self._askers: dict[str, BorrowWeights] = {}
         self._thread: threading.Thread | None = None
         self._offers: dict[str, _Offer] = {}
-        """By their revision: those that are served, then those that were checked, the last at the
-        end.
+        """The offers by their revision: of the weights that are served, then of those that were
+        checked, the last at the end.
         """
 
     def serve(self, channel: Channel, revision: str, path: Path) -> None:

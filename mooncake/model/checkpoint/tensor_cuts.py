@@ -174,8 +174,8 @@ def check_slabs(spec: ModelSpec, shape: Shape) -> None:
     """
     if shape.dcp > 1:
         raise ConfigError(
-            f"{DCP_FLAG}={shape.dcp}: deterministic needs 1, since what the ranks find in their "
-            "pages is rounded before it is merged, and which pages those are depends on the load"
+            f"{DCP_FLAG}={shape.dcp}: deterministic needs 1, because each rank rounds the result "
+            "of its pages before all are merged, and the load decides which rank has which pages"
         )
     summed = {name: size[1] for name, size in _kinds(spec).items() if _is_summed(spec, name)}
     name, columns = min(summed.items(), key=lambda entry: slabs_of(entry[1]))

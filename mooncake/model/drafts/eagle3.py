@@ -227,8 +227,8 @@ class Eagle3Head:
             known = torch.equal(targets.sort().values, drafted)
         if not known:
             raise CheckpointError(
-                f"{TO_TARGET} in {files.path}: it names other tokens than {IS_DRAFTED}, or such as "
-                f"the model's vocabulary of {spec.vocab_size} does not have"
+                f"{TO_TARGET} in {files.path}: it names other tokens than {IS_DRAFTED}, or tokens "
+                f"outside the model's vocabulary of {spec.vocab_size}"
             )
         return targets.to(self.device)
 

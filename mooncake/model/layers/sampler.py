@@ -1,5 +1,5 @@
-"""From logits to tokens. Owns the sampling state of each running sequence: its settings, the number
-of its output tokens, and the token counts that penalties need.
+"""Samples tokens from logits. Owns the sampling state of each running sequence: its settings, the
+number of its output tokens, and the token counts that penalties need.
 
 There is no model, no page and no generator state. The random number of a token depends only on the
 request's seed and the token's place in the output, so a sequence continues unchanged on another

@@ -18,7 +18,7 @@ from mooncake.scheduler.engines.first_tokens import FirstTokens
 from mooncake.scheduler.engines.prefixes import Prompt, PublishedBlocks, SentPrefixes
 
 POLICIES = ("kvcache-centric", "load-balance", "round-robin")
-"""Those of `scheduler.config.POLICIES` that choose among whole engines."""
+"""The policies of `scheduler.config.POLICIES` that choose among whole engines."""
 UNSEEN_FACTOR = 2.0
 """A prompt whose first token nobody sees counts as computed after this many times the prediction:
 the answer comes in one piece.
@@ -47,7 +47,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     """Requests that this gateway has there."""
     num_waiting: int
-    """Those of them without a first token."""
+    """Requests of this gateway there that have no first token yet."""
     num_requests: int
     num_failed: int
     num_prompt_tokens: int
@@ -81,7 +81,7 @@ class _Running:
     placed_s: float
     is_streamed: bool
     waits: bool = True
-    """Its first token has not come."""
+    """True until its first token comes."""
 
 
 @dataclass

@@ -57,7 +57,7 @@ class Prompt:
         self._tokens: bytes | None = None
         self._blocks: dict[int, list[BlockKey]] = {}
         self.num_tokens = max(1, len(text) // TOKEN_BYTES)
-        """It is a guess until the tokens are known: one for four bytes."""
+        """A guess until the tokens are known: one for each `TOKEN_BYTES` bytes."""
         if tokens is not None:
             self.take_tokens(tokens)
 

@@ -69,7 +69,7 @@ class _Update:
     revision: str = ""
     """The revision that engines with files have found."""
     lenders: list[WorkerRef] = field(default_factory=list)
-    """Those engines, once the others are asked to read the weights from them."""
+    """The engines with files, once the others are asked to read the weights from them."""
 
 
 class ModeControl:
@@ -99,7 +99,7 @@ class ModeControl:
         self.on_weights: Callable[[Weights], None] = _ignore
         """Is called when other weights take the place of those that were."""
         self._weights = self.mode.weights
-        """Those of which it was told."""
+        """The last weights that `on_weights` was told of."""
         self._sleeping: dict[str, _Sleeping] = {}
         self._told: set[WorkerRef] = set()
         """Members that were told to come back otherwise."""

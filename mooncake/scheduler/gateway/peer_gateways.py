@@ -78,7 +78,7 @@ class PeerGateways:
         answered yet -> until when they are tried.
         """
         self._taken_up: set[str] = set()
-        """Those of `addresses` that were tried in this way."""
+        """The `addresses` that were tried in this way."""
         self._next_heartbeat_s = float("-inf")
         self._lost: list[WorkerRef] = []
         self._foreign: dict[str, Release] = {}

@@ -76,7 +76,7 @@ class EngineLoad(_Fact, frozen=True):
     num_sequences: Count
     num_context_tokens: Count
     stream_coefficients: tuple[float, ...]
-    """Those of its cost model for streams."""
+    """The coefficients of the worker's cost model for streams."""
     num_prompts: Count
     """How many of its sequences have a prompt to compute."""
     num_queued_tokens: Count
@@ -127,7 +127,7 @@ def replay(placement: BundledPlacement) -> tuple[str | None, str] | None:
     """
     if placement.config.policy in NOT_REPLAYED:
         raise ConfigError(
-            f"policy {placement.config.policy} also chooses by what a bundle does not hold, so its "
+            f"policy {placement.config.policy} also uses facts that a bundle does not hold, so its "
             "choice cannot be replayed"
         )
     pair = _World(placement).choose()

@@ -43,7 +43,7 @@ MAX_WATCHED = 1 << 16
 MAX_COMPARED = 1 << 14
 """The busiest blocks are found among so many that were used last, in about ten milliseconds."""
 MAX_CHAINS = 64
-"""So many of the busiest chains are named at most."""
+"""The most chains of busy blocks that one message names."""
 MAX_OTHERS = 2
 """The number of alternative replicas that a worker is given for each source."""
 FEW = 8
@@ -343,7 +343,7 @@ class Pools:
 
     @property
     def copies_mask(self) -> int:
-        """Those without buckets, which nodes may share: each bit stands for a copy of a block."""
+        """The bits of all tiers but buckets, which nodes may share: each bit is one copy."""
         self._refresh()
         return self._copies_mask
 
@@ -357,7 +357,7 @@ class Pools:
 
     @property
     def hellos(self) -> tuple[WorkerHello, ...]:
-        """Those of all pools; the same object until pools come or go."""
+        """The hellos of all pools; the same object until pools come or go."""
         self._refresh()
         return self._hellos
 

@@ -386,7 +386,7 @@ class DecodeOption:
     push_s: float
     """Predicted seconds to push the blocks that the worker does not hold."""
     full: bool
-    """Not even the tokens so far fit now: the request would wait for room."""
+    """True if not even the tokens so far fit now: the request would wait for room."""
     num_output_tokens: int
 
     @property

@@ -39,7 +39,7 @@ from mooncake.telemetry.events import Finished
 STALL_FACTOR = 10.0
 """An attempt counts as stalled when its first token takes this many times the predicted TTFT."""
 MAX_STALLS = 4.0
-"""It counts as stalled at the latest after this many times `stall_timeout_s`, because the
+"""An attempt counts as stalled at the latest after this many times `stall_timeout_s`, because the
 prediction may be wrong.
 """
 
@@ -52,7 +52,7 @@ class RequestRecord:
     sink: Sink
     accepted_s: float
     queue_position: QueuePosition
-    """Its turn, and the share of limits it may use."""
+    """The request's turn, and the share of limits that it may use."""
     state: RequestState = RequestState.QUEUED
     attempt: int = 0
     """The number of the current placement, unique in its gateway."""
@@ -71,9 +71,9 @@ class RequestRecord:
     exclude: set[str] = field(default_factory=set)
     """Workers on which it failed, or that refused it."""
     wait_until_s: float = 0.0
-    """It fails when it cannot be placed again by this time."""
+    """The request fails if it cannot be placed again by this time."""
     retry_s: float = 0.0
-    """It is not placed again before this time."""
+    """The request is not placed again before this time."""
     last_progress_s: float = 0.0
     gap_since_s: float | None = None
     """Since when later tokens wait for earlier ones that are missing."""

@@ -121,7 +121,7 @@ class RankedRunner(SimRunner):
         self._experts: ExpertGroup | None = None
         """The instances that it shares its experts with."""
         self._instance = 0
-        """Its number there."""
+        """The number of this instance among them."""
         self._untold: deque[_Step] = deque()
         self._num_told = 0
         """How many steps its ranks have heard of."""

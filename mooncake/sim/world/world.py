@@ -123,7 +123,7 @@ class Worker:
         """What it ran on in other roles."""
         self.pages: SimRegion | None = None
         self.media: list[SimMedium] = []
-        """Its disks, which outlive it."""
+        """The disks of the node, which outlive its process."""
         self.disks: SimDisks | None = None
         self.retired = False
         """True if it does not come back once it has left."""

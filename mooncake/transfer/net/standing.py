@@ -63,7 +63,7 @@ class Standing:
         self._owners: dict[str, Certificate] = {}
         """What each owner has proven to us, by engine id."""
         self._used: set[bytes | str] = set()
-        """Those of them that were proven or asked about since the last look."""
+        """The owners that have proven something, or were asked about, since the last look."""
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._forgotten: list[str] = []
         self._shown = credential.signed

@@ -33,7 +33,7 @@ class _Known:
     """A region as our NICs see it."""
 
     address: int
-    """Its address for the NICs."""
+    """The address of the memory for the NICs."""
     num_bytes: int
     register: Callable[[Nic], Registration]
     on: dict[str, Registration]

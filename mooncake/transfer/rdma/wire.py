@@ -148,7 +148,7 @@ def _check(message: Ask | Answer) -> None:
     elif isinstance(message, PairOpened):
         nics = [message.owner.nic]
     if len(nics) > MAX_NICS:
-        raise ProtocolError(f"an engine named {len(nics)} NICs, which are too many or none")
+        raise ProtocolError(f"an engine named {len(nics)} NICs, which is none or too many")
     for nic in nics:
         if len(nic.gid) != 16 or not 1 <= nic.mtu <= 5 or not 0 <= nic.lid < 2**16:
             raise ProtocolError(f"malformed address of NIC {nic.name[:32]!r}")

@@ -122,7 +122,9 @@ class Hands:
         self._words = SharedWords(MAX_HANDS, theirs=True)
         self.fd = self._words.fd
         self.heard, self.pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        """Its ends: ours hangs up when the client can copy no more; the client's."""
+        """The two ends of a pipe: ours, which hangs up when the client can copy no more, and the
+        client's.
+        """
 
     def given(self) -> None:
         """Close the descriptors that were sent to the client."""

@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # it imports this package
 
 _LOG = logging.getLogger(__name__)
 PROTOCOL = "stage"
-"""Its name in `SegmentRef.endpoints`, where an engine has device memory."""
+"""The name of this protocol in `SegmentRef.endpoints` of an engine with device memory."""
 
 
 class StagingEngine:

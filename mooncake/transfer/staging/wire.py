@@ -122,7 +122,7 @@ def _check(message: Ask | Answer) -> None:
         lengths = [length for _, length in message.ranges]
         if not 0 < len(lengths) <= MAX_RANGES or min(lengths) <= 0:
             raise ProtocolError(
-                f"the peer asked for a window on {len(lengths)} ranges, which are too many or none"
+                f"the peer asked for a window on {len(lengths)} ranges, which is none or too many"
             )
     elif isinstance(message, RegionFacts) and message.window_bytes < 1:
         raise ProtocolError(

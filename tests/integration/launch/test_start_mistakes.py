@@ -113,7 +113,7 @@ MISTAKES = [
     ("serve good -pp 9", "each of 9 stages needs a layer, and this model has 3"),
     (
         "serve good --hardware h200x8",
-        "hardware: figures of other hardware serve to make a plan only",
+        "hardware: other hardware can only be planned for",
     ),
     ("serve good --hardware tpu --dry-run", "no figures of 'tpu'; known: a800x8"),
     ("serve good -tp 2 --device cpu --moe-backend triton", "ranks on CPUs do not use it"),
@@ -194,7 +194,7 @@ MISTAKES = [
     (
         "serve --role gateway --join tcp://h:1 --cluster-secret-file s "
         "--api-keys-file nowhere.yaml --host 192.0.2.1",
-        "or --http-without-tls where the network is private or a proxy before it speaks HTTPS",
+        "or --http-without-tls where the network is private or a proxy in front of it speaks HTTPS",
     ),
     (
         "serve --role decode --join h:1 --cluster-secret-file s --health-host 192.0.2.1",
@@ -206,7 +206,7 @@ MISTAKES = [
     ),
     (
         "certificates authority --out ca",
-        "ca/ca-key.pem exists already, and certificates that it signed",
+        "ca/ca-key.pem exists already; certificates that it signed",
     ),
     ("certificates host --authority empty --name h --out there", "authority: empty has no ca.pem"),
     ("pool stats --cluster-secret-file s --ssl-ca-certs no.pem", "cannot be set up with no.pem"),
@@ -249,7 +249,7 @@ MISTAKES = [
     (f"status --url http://127.0.0.1:{TAKEN} --wide", "unknown option --wide"),
     ("status --url http://127.0.0.1:1", "is `mooncake serve` running?"),
     ("chat --url http://127.0.0.1:1", "is `mooncake serve` running?"),
-    ("pool stats", "cluster-secret: the pool admits only who knows its secret; give it"),
+    ("pool stats", "cluster-secret: the pool admits only clients that know its secret; give it"),
     ("pool stats --cluster-secret-file s --url http://127.0.0.1:1", "no server answers at"),
     ("pool put name nowhere", "cannot read nowhere"),
     ("pool get", "give a NAME or --block HEX"),

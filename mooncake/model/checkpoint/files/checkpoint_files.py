@@ -113,17 +113,17 @@ class CheckpointFiles:
         if manifest is None:
             if keys is not None:
                 raise CheckpointError(
-                    f"{path}: its weights are not encrypted, though a key is given; give none to "
-                    "serve them as they are"
+                    f"{path}: its weights are not encrypted, but a key is given; leave the key out "
+                    "to serve them as they are"
                 )
             names = sorted(file.name for file in path.glob("*.safetensors"))
             if not reads_weights and (stated := stated_digests(path)) is not None:
                 return cls(path, config, {}, stated)
             if not reads_weights and not any(file.suffix in _WEIGHTS for file in path.iterdir()):
                 raise CheckpointError(
-                    f"{path}: neither weights nor {STATED_NAME}, by which a process that reads no "
-                    "weights knows which ones the others have; `mooncake model digests DIR --out "
-                    "FOLDER` writes it where the weights are"
+                    f"{path}: it has neither weights nor {STATED_NAME}, the file that says which "
+                    "weights the engines have; run `mooncake model digests DIR --out FOLDER` where "
+                    "the weights are, and copy that file here"
                 )
             return cls(
                 path, config, _find_tensors(path, names, lambda name: PlainBytes(path / name))

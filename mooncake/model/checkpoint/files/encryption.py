@@ -203,8 +203,8 @@ class SealedBytes:
             self._chunks.unseal_into(number, self._sealed[at : at + len(out) + TAG_BYTES], out)
         except Altered as error:
             raise CheckpointError(
-                f"{self.path}: what lies at byte {at} is not what was encrypted: altered, or of "
-                "another file or checkpoint; copy the file again"
+                f"{self.path}: the bytes at {at} are not those that were encrypted: they were "
+                "altered, or belong to another file or checkpoint; copy the file again"
             ) from error
 
 

@@ -34,7 +34,7 @@ class PlainBytes:
         found, stat = mapped(path, private=True)
         self._view = memoryview(found or b"")
         self.identity = identity_of(stat)
-        """That of the file when it was mapped. Another file may be at `path` by now."""
+        """The identity of the mapped file. Another file may be at `path` by now."""
         self.num_bytes = len(self._view)
 
     def read(self, begin: int, end: int) -> memoryview:

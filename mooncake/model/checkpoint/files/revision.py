@@ -36,10 +36,12 @@ PIECE_BYTES = 64 * 2**20
 MAX_THREADS = 16
 SUM_BYTES = 16
 _SUMS = ":sums"
-"""Behind a file's identity in the cache: the entry has the sums of its pieces."""
+"""Appended to a file's identity, it names the entry of the cache with the sums of its pieces."""
 
 _CHANGED = "changed:"
-"""Before the identity of a file that is not what was opened any more; nothing is kept for it."""
+"""Prefix of the identity of a file that has changed since it was opened; the cache keeps no entry
+for it.
+"""
 
 FoundT = TypeVar("FoundT")
 Progress = Callable[[int, int], None]

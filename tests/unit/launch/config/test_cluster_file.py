@@ -188,7 +188,7 @@ ONE = {"address": "10.0.0.7", "gateway": 1, "decode": 1}
         ({"settings": {"join": "h:1"}}, "settings: join follows from the rest of this file"),
         ({"decode": {"ray-address": "h:1"}}, "decode: ray-address follows from the rest"),
         ({"decode": {"max-num-seq": 1}}, r"decode: unknown setting max-num-seq \(did you mean"),
-        ({"gateway": {"api-key": ["one", "two"]}}, "gateway: api-key: one alone can be given"),
+        ({"gateway": {"api-key": ["one", "two"]}}, "gateway: api-key: give one value here"),
         ({"decode": [1]}, "decode: must hold `name: value` lines"),
         ({"ray": {"kvstore": 1}}, "ray: unknown key 'kvstore'"),
         ({"ray": {"decode": 0}}, "ray: Ray has nothing to place"),

@@ -177,7 +177,7 @@ def test_a_gateway_over_engines_needs_neither_model_nor_secret() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"engines": "http://a"}, "engines: only a gateway places requests over them"),
+        ({"engines": "http://a"}, "engines: only a gateway sends requests to them"),
         ({"role": "gateway", "engine_api_key": "k"}, "engines: they are missing"),
         ({**OVER, "engines": "a:8000"}, "engines: 'a:8000' is no URL"),
         ({**OVER, "engines": "http://a,http://a/v1"}, "engines: http://a is named twice"),

@@ -133,7 +133,7 @@ class TestReading:
         again = Checkpoint.open(sealed, ring(1))
         if dim == 0:
             again.tensor(name, shape, Part(0, 0, half))
-        with pytest.raises(CheckpointError, match="is not what was encrypted"):
+        with pytest.raises(CheckpointError, match="are not those that were encrypted"):
             again.tensor(name, shape, Part(dim, half, shape[dim]))
 
     def test_writing_to_a_tensor_changes_no_file(self, sealed: Path) -> None:
@@ -249,7 +249,7 @@ class TestDamage:
             one, two = two, one
         first.write_bytes(one)
         second.write_bytes(two)
-        assert "is not what was encrypted: altered, or of another file" in refusal(sealed)
+        assert "are not those that were encrypted: they were altered" in refusal(sealed)
 
     def test_a_file_of_another_checkpoint_is_found(self, small: Path, sealed: Path) -> None:
         """Of the same plain bytes, under the same operator's key."""
