@@ -42,7 +42,7 @@ class ApiKey:
 
     @property
     def owner(self) -> str:
-        """The tenant that it belongs to."""
+        """The tenant that the key belongs to."""
         return self.tenant or self.name
 
 

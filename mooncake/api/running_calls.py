@@ -1,5 +1,6 @@
-"""What every API server keeps behind its routes (`Serving`), over our own gateway or over other
-people's engines: the calls that run. A shutdown waits for them, and ends those that take too long.
+"""The state that every API server has behind its routes (`Serving`), over our own gateway or over
+other people's engines: the running calls. A shutdown waits for them, and ends those that take too
+long.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Call(Protocol):
     """A call that runs."""
 
     def fail(self, error: MooncakeError) -> None:
-        """End it with `error`."""
+        """End the call with `error`."""
 
 
 class RunningCalls:

@@ -143,7 +143,7 @@ class SentSettings:
         )
 
     def forget(self, worker_id: str) -> None:
-        """Assume no longer that a worker has what it was sent."""
+        """Forget which settings a worker was sent."""
         self._sent.pop(worker_id, None)
 
     def _kept(self, worker: WorkerRef) -> _SentNames:

@@ -222,7 +222,7 @@ class DrainProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """How far the blocks of a node that drains have been copied to others."""
 
     over: bool
-    """Whether the node copies no more: it has copied all it can, or the time is up."""
+    """Whether the node has stopped copying: it has copied all it can, or the time is up."""
     num_copied: int = 0
     num_elsewhere: int = 0
     """Blocks that other nodes hold too."""

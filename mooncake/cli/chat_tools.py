@@ -147,7 +147,7 @@ def calculate(expression: str) -> Any:
     try:
         result = _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ToolFailed(f"{expression} is no sum") from None
+        raise ToolFailed(f"{expression} is not an arithmetic expression") from None
     except ZeroDivisionError:
         raise ToolFailed("division by zero") from None
     except OverflowError:

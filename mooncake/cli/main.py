@@ -51,7 +51,8 @@ class _Parser(argparse.ArgumentParser):
             words = [str(choice) for choice in action.choices]
             raise argparse.ArgumentError(
                 action,
-                f"invalid choice: {value!r}{nearest(str(value), words)}; one of {', '.join(words)}",
+                f"invalid choice: {value!r}{nearest(str(value), words)}; choose one of "
+                f"{', '.join(words)}",
             )
 
 

@@ -408,15 +408,15 @@ COMMANDS = tuple(
         takes_file=True,
     )
     for word, summary, settings, run, examples in (
-        ("stats", "what a node holds and has done", Stats, _stats, STATS_EXAMPLES),
-        ("where", "which nodes hold a value", Where, _where, WHERE_EXAMPLES),
+        ("stats", "show what a node holds and has done", Stats, _stats, STATS_EXAMPLES),
+        ("where", "show which nodes hold a value", Where, _where, WHERE_EXAMPLES),
         ("put", "store a file under a name", Put, _put, PUT_EXAMPLES),
         ("get", "write a stored value", Get, _get, GET_EXAMPLES),
-        ("evict", "take values out of all nodes", Evict, _evict, EVICT_EXAMPLES),
+        ("evict", "remove values from all nodes", Evict, _evict, EVICT_EXAMPLES),
         ("pin", "keep values in DRAM", Pin, _pin, PIN_EXAMPLES),
-        ("unpin", "keep values no longer", Names, _unpin, PIN_EXAMPLES),
-        ("replicate", "have values on several nodes", Replicate, _replicate, REPLICATE_EXAMPLES),
+        ("unpin", "let values be evicted again", Names, _unpin, PIN_EXAMPLES),
+        ("replicate", "copy values to several nodes", Replicate, _replicate, REPLICATE_EXAMPLES),
         ("bench", "measure puts and gets from here", Bench, _bench, BENCH_EXAMPLES),
-        ("drain", "have a node finish and take no more", Drain, _drain, DRAIN_EXAMPLES),
+        ("drain", "let a node hand its blocks to others", Drain, _drain, DRAIN_EXAMPLES),
     )
 )  # fmt: skip

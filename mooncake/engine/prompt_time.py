@@ -17,7 +17,7 @@ Prompts go in rank order. When not all can be in time, some are postponed so tha
 are late (Moore, An n Job, One Machine Sequencing Algorithm for Minimizing the Number of Late Jobs,
 1968): whenever one would be late, the longest up to it is postponed. It is computed when no other
 prompt is there. Its chunks are smaller then, because the next prompt waits for the end of its step.
-A prompt that has waited for `PATIENCE` times its limit is postponed no more.
+A prompt that has waited for `PATIENCE` times its limit is no longer postponed.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Prompt(NamedTuple):
     is_batch: bool = False
 
     def due_s(self, config: EngineConfig, times: float = 1.0) -> float:
-        """Return when its first token is due, or would be if it might take so many `times` as
-        long.
+        """Return when the prompt's first token is due, or would be if it might take so many `times`
+        as long.
         """
         if config.first_token_s is None:
             return math.inf
@@ -136,8 +136,8 @@ def postponement(
 
 
 def efficient_chunk(config: EngineConfig, cost: StepCostModel) -> int:
-    """Return the smallest chunk that is efficient: what a step takes in any case is then only
-    `EFFICIENT_LOSS` of what its tokens take.
+    """Return the smallest efficient chunk: the fixed time of its step is only `EFFICIENT_LOSS` of
+    the time of its tokens.
     """
     most = config.max_chunk_tokens
     fixed_s = cost.coefficients[0]

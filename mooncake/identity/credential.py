@@ -296,7 +296,7 @@ def check_certificate(signed: bytes, trust: Trust) -> Certificate:
 def objection(
     certificate: Certificate, unix_s: float, trust: Trust, signed: bytes = b""
 ) -> str | None:
-    """Return why a certificate that a peer has proven is valid no more; None: it is valid. Without
+    """Return why a certificate that a peer has proven is no longer valid; None: it is. Without
     `signed` only its time is looked at.
     """
     try:

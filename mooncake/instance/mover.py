@@ -384,7 +384,7 @@ class Reservations:
     rest because a lost peer might still write to them.
 
     The pages stay held until their reservation ends. It ends at once when its writer has said that
-    it writes no more. If the writer was lost, it ends as soon as that is certain.
+    it no longer writes. If the writer was lost, it ends as soon as that is certain.
     """
 
     def __init__(
@@ -422,7 +422,7 @@ class Reservations:
         return grant
 
     def end(self, grant: int) -> None:
-        """End a reservation whose writer writes no more. The caller still holds the pages."""
+        """End a reservation whose writer no longer writes. The caller still holds the pages."""
         del self._open[grant]
         self._mover.revoke(grant)
 

@@ -97,7 +97,7 @@ class PrefixReuse:
         return msgspec.structs.replace(local, peer=self.num_fetched - _num_blocks(local))
 
     def cancel(self, now: float) -> None:
-        """Fetch no more. `gathered` is called as soon as nothing writes to the pages."""
+        """Stop fetching. `gathered` is called as soon as nothing writes to the pages."""
         self._cancelled = True
         if self._read is not None:
             self._fetches.reader.cancel(self._read, now)

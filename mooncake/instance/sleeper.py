@@ -106,7 +106,7 @@ class Sleeper:
         self._channel.send(self._asked.asker.address, self._answer)
 
     def tick(self, now: float) -> float:
-        """Say that it sleeps, when that is due. Return when to call again."""
+        """Tell the gateways that this engine sleeps, if that is due. Return when to call again."""
         if now >= self._next_s:
             self._next_s = now + self._interval_s
             for address in {**self._gateways, **dict.fromkeys(self._seeds)}:

@@ -142,7 +142,7 @@ class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_queue_bytes: int = 64 << 20
     """Bytes of such blocks that may be under way."""
     drain_bytes_per_s: int = 1 << 30
-    """Largest rate of these copies, because others use the network too."""
+    """The largest rate of a drain's copies, because others use the network too."""
     hard_pin_share: float = 0.5
     """Share of the DRAM blocks that may have hard pins; the rest remains a cache."""
     kept_share: float = 0.25

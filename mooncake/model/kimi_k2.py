@@ -358,7 +358,7 @@ class KimiK2:
 
     @property
     def counters(self) -> dict[str, float]:
-        """Counts since the start, by name: those of experts, if ranks share them out."""
+        """The counts of experts since the start, by name, if ranks share the experts."""
         return {} if self.balancer is None else dict(self.balancer.counters)
 
     def kinds_of_layers(self) -> list[Layer]:

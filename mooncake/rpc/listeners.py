@@ -109,7 +109,7 @@ class _Look:
         link.connect(plain)
 
     def wait(self, limit_s: float) -> None:
-        """Wait until it is known what becomes of all connections, or the time is over."""
+        """Wait until each connection has succeeded or failed, or the time is over."""
         end_s = time.monotonic() + limit_s
         while self._waiting and (left_s := end_s - time.monotonic()) > 0:
             for told, _ in self._poller.poll(int(1000 * left_s) + 1):

@@ -70,8 +70,8 @@ class SeedAddresses(Sequence[str]):
 
 
 def _name_in(address: str) -> str:
-    """Return the host of an address where that is a name; empty where it is numbers, or where the
-    key behind it makes it the address of one process.
+    """Return the host of an address if the host is a name that may stand for several hosts. Return
+    "" if it is a number, or if the address has a key and so belongs to one process.
     """
     host, _, _ = address.removeprefix("tcp://").rpartition(":")
     if "#" in address or host.startswith("[") or host.replace(".", "").isdigit():

@@ -650,7 +650,7 @@ class _Gate:
         return found
 
     def objection(self, holder: _Holder) -> str | None:
-        """Return why a connection of `holder` is valid no more; None: it is valid."""
+        """Return why a connection of `holder` is no longer valid; None: it is valid."""
         return objection(holder.certificate, self._unix_time(), self._credential, holder.signed)
 
     def expiry(self, certificate: Certificate) -> str | None:

@@ -119,8 +119,8 @@ class Autoscaler:
         rule: Rule | None,
         specs_of: Callable[[Role, int], list[WorkerSpec]],
     ) -> None:
-        """`rule`: None keeps the replicas that there are. `specs_of` returns the workers of the
-        replica of a role and number, its engine first.
+        """`rule`: None keeps the number of replicas. `specs_of` returns the workers of the replica
+        with this role and number, its engine first.
         """
         self._world = world
         self._config = config

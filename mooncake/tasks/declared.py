@@ -99,7 +99,7 @@ class Tool:
 
     @property
     def contents(self) -> tuple[str, ...]:
-        """What identifies it, and what its name says, which may differ."""
+        """What identifies the tool, and what its name says, which may differ."""
         parts = re.findall(r"[A-Z]?[a-z]+|\d+", self.name)
         return self.content, " ".join(parts).lower()
 

@@ -155,7 +155,7 @@ def configure_logging(
 
 
 def _time(record: logging.LogRecord) -> str:
-    """Return when it was, as ISO 8601 with milliseconds and the zone of this machine."""
+    """Return the time of a record, as ISO 8601 with milliseconds and the zone of this machine."""
     at = datetime.datetime.fromtimestamp(record.created).astimezone()
     return at.isoformat(timespec="milliseconds")
 

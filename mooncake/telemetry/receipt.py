@@ -67,7 +67,7 @@ class PlacementFacts(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """About how much memory it holds."""
+        """About how much memory these facts take."""
 
     def choice(self) -> Choice:
         """Return the estimates of all workers; slow."""

@@ -70,8 +70,8 @@ class Recent:
         self._gap_s: _Samples[float] = _Samples()
         self._prompts: _Samples[tuple[int, int]] = _Samples()
         self._outputs: deque[tuple[int, int]] = deque(maxlen=int(WINDOW_S) + 1)
-        """(whole second, its number of tokens), because a busy gateway has too many events for a
-        list.
+        """Pairs of a whole second and its number of tokens; a list of all events would be too long
+        at a busy gateway.
         """
         self._refusals: deque[Refused] = deque(maxlen=MAX_REFUSALS)
 

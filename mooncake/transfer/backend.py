@@ -31,7 +31,7 @@ class Backend(Protocol):
 
     @property
     def link_stats(self) -> Sequence[LinkStats]:
-        """Counters of its links."""
+        """Counters of the backend's links."""
 
     def reaches(self, peer: SegmentRef) -> bool:
         """Return whether the peer is worth trying; cheap, no message is sent."""

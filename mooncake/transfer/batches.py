@@ -181,12 +181,12 @@ class Job:
 
     @property
     def stopped(self) -> bool:
-        """True if it has failed or is to end early: no part of it begins any more."""
+        """True if the job has failed or is to end early: no further part of it begins."""
         return self.error is not None
 
     @property
     def ended(self) -> bool:
-        """True if it has ended: nothing touches memory for it any more."""
+        """True if the job has ended: nothing touches memory for it any more."""
         return self._ended
 
     def expect(self, num_parts: int) -> None:

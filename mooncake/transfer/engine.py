@@ -158,7 +158,7 @@ class Region(Protocol):
 
     @property
     def device(self) -> str:
-        """The device that holds it: "host", or a device such as "cuda:0"."""
+        """The device that holds the memory: "host", or a device such as "cuda:0"."""
 
     @property
     def buffer(self) -> memoryview:

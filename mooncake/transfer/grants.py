@@ -230,7 +230,7 @@ class Loans:
                 lent.setdefault(offset // size, Loan()).count += 1
 
     def take_back(self, holder: str, region_id: int, pieces: Pieces, *, write: bool) -> None:
-        """End one loan of each piece. The client touches no piece that is lent no more once this
+        """End one loan of each piece. The client touches no piece without a loan once this
         has returned.
         """
         name, ended = (holder, region_id, write), False

@@ -1,7 +1,7 @@
 """Allocates memory that other processes of this host can map: anonymous files.
 
 Callers own what they get, and close the descriptors. The kernel makes a page resident when it is
-first written. So a start need not wait until gigabytes are cleared of which few are used soon.
+first written. So a start does not wait until the kernel has cleared gigabytes of unused memory.
 Registration with a NIC or a GPU pins all of it; `make_resident` uses several threads to do that
 first.
 """

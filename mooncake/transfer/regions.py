@@ -100,7 +100,7 @@ class HostRegion(_Region):
 
     @property
     def address(self) -> int:
-        """Address of its first byte in this process."""
+        """The address of the region's first byte in this process."""
         return int(self.array.ctypes.data)
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Iterable[memoryview]:

@@ -122,7 +122,7 @@ def _function(block: Block) -> dict[str, Any]:
 
 
 def _other_turns(turn: Turn) -> list[dict[str, Any]]:
-    """Return the turns in another's turn; every result of a call becomes a separate turn."""
+    """Return the turns for a turn of the user; each result of a call becomes a turn of its own."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     turns: list[dict[str, Any]] = []

@@ -88,7 +88,7 @@ def _set_fields(params: SamplingParams | None) -> dict[str, Any]:
 def _body(kind: type[Any], given: Mapping[str, Any]) -> Any:
     for name in given.keys() & _NOT_HERE.keys():
         if given[name]:
-            raise InvalidRequest(f"{name}: not here; {_NOT_HERE[name]}", param=name)
+            raise InvalidRequest(f"{name}: is not available here; {_NOT_HERE[name]}", param=name)
     body = validated(kind, given)
     for name in body.refuse_unsupported():
         raise unknown_field(name, kind.model_fields)

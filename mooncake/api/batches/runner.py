@@ -228,11 +228,11 @@ class BatchRunner:
         self._seen(len(held), self._window.num_lines, num_left)
 
     def _is_over(self, row: BatchRow) -> bool:
-        """Return whether no further line of it may be asked."""
+        """Return whether no further line of the batch may be asked."""
         return row.status == store.CANCELLING or row.expires_s <= self._wall_s()
 
     async def _sweep(self) -> None:
-        """Delete what has expired, and what killed gateways have left."""
+        """Delete expired files and batches, and files that killed gateways have left."""
         now = self._wall_s()
         for file_id in await self._stored(partial(self._store.expire, now)):
             await self._read(partial(self._area.delete, file_id))

@@ -127,7 +127,9 @@ class Asked:
         return Prompt(text, tokens=tokens, salt=self.salt, model=self.model or "")
 
     def tokenize_body(self) -> bytes | None:
-        """Return the body by which an engine tokenizes the prompt; None: it cannot, or need not."""
+        """Return the body that asks an engine for the prompt's tokens; None if it cannot tokenize
+        the prompt, or need not.
+        """
         if self.path == COMPLETIONS and isinstance(self.fields.get("prompt"), str):
             kept: tuple[str, ...] = ("model", "prompt", "add_special_tokens")
         elif self.path == CHAT:

@@ -93,7 +93,7 @@ class Exchange:
         return b"".join(parts)
 
     def fail(self, reason: str) -> None:
-        """End it now: who waits for it gets RequestFailed."""
+        """End the exchange now: whoever waits for it gets RequestFailed."""
         if not self._ended:
             self._end(RequestFailed(reason))
             self._task.cancel()

@@ -139,8 +139,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         closed.transport.abort()
 
     def promote(self) -> bool:
-        """Count this connection as proven from now on, if its last request was let in. Return
-        whether it was.
+        """Count this connection as proven from now on, if its last request was accepted.
+        Return whether it was.
         """
         if not (
             self in self.unproven and self.cycle and self.cycle.scope["state"].get("is_proven")
@@ -152,7 +152,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """True if it is between two requests."""
+        """True if the connection is between two requests."""
         return self._phase is _Phase.IDLE and self.is_unserved
 
     @property

@@ -144,7 +144,7 @@ class _Answer:
         self._free()
 
     async def over(self, linger_s: float) -> None:
-        """Wait until it has ended, or nobody has read it for `linger_s`."""
+        """Wait until the answer has ended, or nobody has read it for `linger_s`."""
         while not self.ended and (self.is_whole or self.readers):
             until_s = None if self.readers else self._left_s + linger_s
             try:

@@ -115,7 +115,7 @@ def _endpoint(answers: Answers) -> Callable[[Request], Awaitable[Response]]:
 def _operation(
     answers: Answers, method: str, path: str, described: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what the document says about a route. Programs that are made from it name functions by
+    """Return what the document says about a route. Generated clients name their functions by
     `operationId`.
     """
     name = str(getattr(answers, "__name__", ""))

@@ -94,7 +94,7 @@ class CacheControl(JsonObject):
 
     @property
     def keep_s(self) -> float:
-        """Seconds for which it asks."""
+        """Seconds for which the pool is to keep the prompt."""
         return KEEP_S[self.ttl or "5m"]
 
 
@@ -105,7 +105,7 @@ class Markable(JsonObject):
 
     @property
     def mark_s(self) -> float:
-        """Seconds for which its mark asks; 0: it has none."""
+        """Seconds for which the pool is to keep the prompt up to here; 0: no mark says so."""
         return 0.0 if self.cache_control is None else self.cache_control.keep_s
 
 
@@ -117,7 +117,7 @@ class RequestBody(JsonObject):
 
     @property
     def json_texts(self) -> list[str]:
-        """The strings in it that will be parsed as JSON. They cost as much as the body itself."""
+        """The strings in the body that will be parsed as JSON. They cost as much as the body."""
         return []
 
 

@@ -124,7 +124,7 @@ class MooncakeHiCache(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def clear(self) -> None:
-        """Use the pool no more: its blocks belong to other servers too, and this server's weights
+        """Stop using the pool: its blocks belong to other servers too, and this server's weights
         may have been changed in place.
         """
         self._is_stopped = True

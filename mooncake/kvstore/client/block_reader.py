@@ -105,7 +105,7 @@ _MAX_KNOWN = 1024
 """Nodes whose segments are remembered."""
 MAX_UNANSWERED = 3
 """After so many questions in a row without an answer, as where the data connection comes from
-another host than the messages, a node is asked no more.
+another host than the messages, the node is no longer asked.
 """
 
 

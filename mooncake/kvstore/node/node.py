@@ -143,7 +143,7 @@ class KvNode:
 
     @property
     def draining(self) -> bool:
-        """True if it was told to drain; it accepts nothing new."""
+        """True if the node was told to drain; it accepts nothing new."""
         return self.blocks.migration.begun
 
     @property

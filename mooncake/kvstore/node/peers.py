@@ -54,7 +54,7 @@ class PeerState:
     def __init__(self, ref: WorkerRef, since_s: float) -> None:
         self.ref = ref
         self.since_s = since_s
-        """Since when it has had something open without a break."""
+        """The time since which this boot has always had something open."""
         self.grants: dict[int, Grant] = {}
         self.pins: dict[int, list[BlockKey]] = {}
         self.waits: dict[int, int] = {}

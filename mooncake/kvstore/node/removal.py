@@ -103,7 +103,7 @@ class Removals:
                 self._settle(removal, [key])
 
     def _settle(self, removal: _Removal, keys: Iterable[BlockKey]) -> None:
-        """Note which of these blocks fade no more, and answer the request when none does. A disk
+        """Note which of these blocks no longer fade, and answer the request when none does. A disk
         that is not scanned yet may hold any block. Out of a bucket a block is erased whether it was
         listed or not.
         """

@@ -50,7 +50,7 @@ class _Disk:
         self.num_erasing = 0
 
     def may_take(self, now: float) -> bool:
-        """Return whether it takes blocks. Slots that had no room long ago are tried again."""
+        """Return whether the disk takes blocks. Slots that had no room long ago are tried again."""
         if self.beyond and now >= self.beyond_until_s:
             self.free, self.beyond = self.free + self.beyond, []
             heapq.heapify(self.free)

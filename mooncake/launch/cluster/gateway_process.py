@@ -184,7 +184,7 @@ class GatewayProcess:
         return tracer
 
     def _receipts(self, config: ApiConfig) -> Receipts | None:
-        """Return what keeps the receipts of calls, if any are kept."""
+        """Return the store of receipts; None if no receipts are kept."""
         if not config.max_receipts:
             return None
         receipts = Receipts(config.max_receipts, self._clock, self.gateway_id)

@@ -62,8 +62,8 @@ class Registry:
     """Knows the members of the pool, in its own thread. `close` it after all that use it."""
 
     def __init__(self, config: ServeConfig, plan: ServePlan, secret: str) -> None:
-        """Start it. Raises ConfigError when `join_port` is taken, or `bind_host` is not an address
-        of this machine.
+        """Start the thread. Raises ConfigError if `join_port` is taken, or `bind_host` is not an
+        address of this machine.
         """
         machine_facts.check_port(config.bind_host, config.join_port, "bind-host", "join-port")
         ids = SystemIds()
@@ -85,7 +85,7 @@ class Registry:
         self._thread.start()
 
     def close(self) -> None:
-        """End it. Nodes and clients that remain go on without it."""
+        """End the thread. Nodes and clients that remain go on without it."""
         self._following.close()
         self._driver.stop()
         self._thread.join()

@@ -226,7 +226,7 @@ class _Node:
         self, supervisor: Supervisor, facts: ClusterFacts, go_on: Callable[[], bool]
     ) -> None:
         """Have Ray place the workers, and watch them until a machine or its Ray is lost: workers
-        that run no more are then placed on others.
+        that no longer run are then placed on others.
         """
         from mooncake.launch.cluster import ray_cluster
 

@@ -152,7 +152,7 @@ def plan_parts(cluster: ClusterFile, machine: Machine) -> list[tuple[Part, Serve
 
 
 def _planned(machine: Machine, part: Part, cores: int) -> tuple[ServeConfig, ServePlan]:
-    """Return what a process will do. Raises ConfigError: it cannot."""
+    """Return the plan of a process. Raises ConfigError if it cannot run."""
     try:
         config = resolve({**part.given, "dry_run": True}, None, {})
         if part.role != "gateway":

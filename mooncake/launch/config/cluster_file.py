@@ -90,13 +90,13 @@ class Machine:
 
     @property
     def credentials(self) -> dict[str, CredentialRole]:
-        """The credential files of its processes, and the roles that each file proves."""
+        """The credential files of the machine's processes, and the roles that each file proves."""
         kinds = {_kind(role) for role, number in self.counts.items() if number}
         return {file: kind for file, kind in CREDENTIALS.items() if kind in kinds}
 
     @property
     def bundle(self) -> tuple[str, ...]:
-        """All files that it needs besides the cluster's file."""
+        """All files that the machine needs besides the cluster's file."""
         token = (RAY_TOKEN,) if self.counts.get(RAY) else ()
         return (*self.credentials, CERTIFICATE, KEY, AUTHORITY, *token)
 
@@ -119,7 +119,7 @@ class Part:
 
     @property
     def environ(self) -> dict[str, str]:
-        """The secrets among its settings, by the variables that they come from."""
+        """The secrets among the process' settings, by their environment variables."""
         options = {name: _option(name) for name in self.given}
         return {
             option.env: str(_only(self.given[name]))

@@ -258,9 +258,7 @@ def _check_together(config: ServeConfig, written: Mapping[str, object]) -> None:
             "of them out"
         )
     if config.hardware is not None and not config.dry_run:
-        raise ConfigError(
-            "hardware: other hardware can only be planned for; add --dry-run"
-        )
+        raise ConfigError("hardware: other hardware can only be planned for; add --dry-run")
     if config.colocated:
         for name in (
             "prefill", "decode", "role", "join", "ray_address", "headless", "prefill_set",

@@ -179,8 +179,8 @@ def fork(
     outlives: bool = False,
     server: ForkServer | None = None,
 ) -> Fork | None:
-    """Have `server`, or else the one that forked this process, fork once more, and the fork be
-    `python WORDS`. Return None if there is no server, or if it forks no more.
+    """Let `server`, or else the one that forked this process, fork once more; the fork becomes
+    `python WORDS`. Return None if there is no server, or if it no longer forks.
 
     files: descriptors for standard input, output and errors, then those that the fork inherits. A
     number n in `words` stands for the n-th of them. outlives: the fork does not end with this

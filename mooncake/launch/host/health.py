@@ -83,8 +83,8 @@ class Health:
             self._starting = (what, num_done, num_whole)
 
     def watch(self, ask: Callable[[], Future[Facts]]) -> None:
-        """Count it as started. `ask` returns the loop's report; its future is cancelled if the loop
-        has ended.
+        """Count the worker as started. `ask` returns the loop's report; its future is cancelled if
+        the loop has ended.
         """
         with self._lock:
             self._starting = ("", 0, 0)
@@ -93,7 +93,7 @@ class Health:
             self._looked_s, self._stuck_s = self._clock.now(), 0.0
 
     def fail(self, why: str) -> None:
-        """Report that it cannot go on: the process is about to end, or should be ended."""
+        """Report that the worker cannot go on: the process will end soon, or should be ended."""
         with self._lock:
             self._failure = why
 
@@ -102,7 +102,7 @@ class Health:
         return bool(self._failure)
 
     def vitals(self) -> Vitals:
-        """Return its state now. Waits at most `ANSWER_S` for an answer."""
+        """Return the worker's state now. Waits at most `ANSWER_S` for an answer."""
         with self._lock:
             if self._ask is not None and not self._failure:
                 self._look(self._ask)

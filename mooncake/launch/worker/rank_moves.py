@@ -82,7 +82,7 @@ class _Memory:
             os._exit(1)  # this rank can move nothing any more: the lead ends all
 
     def close(self) -> None:
-        """End all that moves. Peers reach the memory no more."""
+        """End all moves. Peers no longer reach the memory."""
         self._following.close()
         self._driver.stop()
         self._thread.join()
@@ -107,7 +107,7 @@ class RankMoves:
         self._memory: _Memory | None = None
 
     def close(self) -> None:
-        """End all that moves in the last memory, if there is one. Peers reach it no more."""
+        """End all moves in the last memory, if there is one. Peers no longer reach that memory."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None

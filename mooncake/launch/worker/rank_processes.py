@@ -133,7 +133,7 @@ class Follower(RankProcess, Protocol):
 def start_follower(
     link: int, files: Sequence[int], weights_key: KeySource, far: Sequence[str] = ()
 ) -> Follower:
-    """Start a follower, which is told by `link` what to be. It ends with this process.
+    """Start a follower, which reads its settings from `link`. It ends with this process.
 
     files: descriptors of the files by which it joins its group and the group of all ranks that
     share experts. far: if the lead is on another machine, the host where the follower listens, and

@@ -82,7 +82,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sleeps(self) -> bool:
-        """True if it is an engine that sleeps."""
+        """True if the worker is an engine that sleeps."""
         return self.role is not Role.KVSTORE and self.mode.sleep_level > 0
 
     def next(self, life: NextLife) -> WorkerSettings:

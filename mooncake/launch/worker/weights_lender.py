@@ -113,8 +113,8 @@ class WeightsLender:
         _end(ended)
 
     def offer(self, revision: str, path: Path) -> None:
-        """Lend these weights, too: from this directory, unless they are lent already. The oldest of
-        too many that were offered so are lent no more.
+        """Lend these weights, too: from this directory, unless they are lent already. If there are
+        too many such offers, the oldest are withdrawn.
         """
         with self._lock:
             served = next(iter(self._offers), "")
@@ -131,7 +131,7 @@ class WeightsLender:
         _end(ended)
 
     def leave(self) -> None:
-        """Answer no more: the worker ends. What is lent stays lent."""
+        """Stop answering, because the worker ends. Weights that are lent stay lent."""
         with self._lock:
             self._channel = None
             self._askers.clear()

@@ -1,5 +1,5 @@
-"""A worker that is ready: a machine, the driver that moves it, and all that it took from its
-machine. Its process drives it (`process`), or a thread (`cluster.colocated`).
+"""A worker that is ready: a state machine, the driver that moves it, and the resources of the host
+that it holds. Its process drives it (`process`), or a thread (`cluster.colocated`).
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class Worker:
 
     @property
     def next_life(self) -> NextLife | None:
-        """How it was told to come back, after its driver ended for that."""
+        """How the worker was told to come back, once its driver has ended for that."""
         return None if self._leaves else self.machine.next_life
 
     @property
     def sleeps(self) -> bool:
-        """True if it is an engine that sleeps."""
+        """True if the worker is an engine that sleeps."""
         return isinstance(self.machine, Sleeper)
 
     @property
@@ -117,7 +117,7 @@ class Worker:
         )
 
     def families(self) -> list[Metric]:
-        """Return its figures as Prometheus families. There are none when its driver does not answer
+        """Return the worker's figures as Prometheus families; none if its driver does not answer
         or has ended. From any thread.
         """
         if isinstance(self.machine, Sleeper | ExpertWorker):

@@ -61,7 +61,7 @@ class DraftLayer(Protocol):
         """Drop sequences that have ended, or begin anew."""
 
     def check_integrity(self, sequences: Collection[int]) -> None:
-        """Raise AssertionError when it holds memory of other sequences than these."""
+        """Raise AssertionError if the layer holds memory of other sequences than these."""
 
 
 @dataclass

@@ -21,7 +21,7 @@ from mooncake.model.parallel.torch_group import GLOO, NCCL, TorchGroup
 def make_file(backend: str, size: int) -> int:
     """Return the descriptor of a file by which `size` ranks can join one group.
 
-    backend: "gloo" or "nccl", or one shared memory.
+    backend: "gloo" or "nccl"; anything else means shared memory.
     """
     descriptor = os.memfd_create("mooncake-ranks", os.MFD_CLOEXEC)
     if backend not in (GLOO, NCCL):

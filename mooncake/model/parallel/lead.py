@@ -58,10 +58,10 @@ class RankProcess(Protocol):
     """The process of a follower."""
 
     def kill(self) -> None:
-        """End the process at once. This is no error when it has ended already."""
+        """End the process at once; do nothing if it has ended already."""
 
     def wait(self, timeout: float | None = None) -> object:
-        """Return once it has ended. Raises an error when it has not ended in time."""
+        """Return once the process has ended. Raises an error if it has not ended in time."""
 
 
 class Lead:

@@ -227,7 +227,7 @@ class Peers:
                 looked_s = now
 
     def _look(self, now: float, since_s: float) -> None:
-        """Give a sign, and check who gives none. `since_s`: the time since the last check."""
+        """Send a sign of life, and find peers that send none. `since_s`: since the last check."""
         for other, link in self._links.items():
             with contextlib.suppress(OSError):
                 link.send(_MESSAGE.pack(_LIVES), socket.MSG_DONTWAIT)

@@ -63,11 +63,11 @@ class Prompt:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether its tokens are known."""
+        """Whether the prompt's tokens are known."""
         return self._tokens is not None
 
     def take_tokens(self, tokens: bytes) -> None:
-        """Take its packed tokens, which were not known before."""
+        """Take the prompt's packed tokens, which were not known before."""
         self._tokens = tokens
         self.num_tokens = max(1, len(tokens) // TOKEN_BYTES)
 

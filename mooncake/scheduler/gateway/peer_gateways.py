@@ -25,7 +25,7 @@ from mooncake.scheduler.scaling.demand import DemandMeter
 
 HEARTBEAT_S = 1.0
 FORGET_S = 600.0
-"""A gateway that has been silent for this long is sent no more messages."""
+"""A gateway that has been silent for this long gets no further messages."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ class _Peer:
     former_epoch: str = ""
     silent: bool = False
     ask_bookings: bool = True
-    """True if it has bookings that are not known here."""
+    """True if the peer has bookings that are not known here."""
     send_bookings: bool = False
-    """True if it has asked for all bookings of this gateway."""
+    """True if the peer has asked for all bookings of this gateway."""
 
 
 class PeerGateways:

@@ -72,7 +72,7 @@ class EngineLoad(_Fact, frozen=True):
     is_usable: bool
     """False: it wanted to leave."""
     num_free_blocks: int
-    """Negative when more were promised than there are."""
+    """The blocks that are neither used nor promised; negative if too many were promised."""
     num_sequences: Count
     num_context_tokens: Count
     stream_coefficients: tuple[float, ...]

@@ -1,9 +1,9 @@
 """When a placed prompt has its first token at a worker that plans its steps for limits or targets.
 
-Pure. The steps are played as the worker's engine plans them (`engine.outlook`). This is done for
-the chosen workers of a request only. What is known of the worker is a little old: prompts are as
-far as the last report says, and streams are taken to have a token for each usual step since their
-first. All requests count as of one tenant and class.
+Pure. It simulates the steps as the worker's engine plans them (`engine.outlook`), for the chosen
+workers of a request only. Its facts about the worker are a little old: prompts are as far as the
+last report says, and streams are assumed to have had a token in each usual step since their first.
+All requests are treated as those of one tenant and class.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mooncake.scheduler.placement.views import InstanceView
 from mooncake.scheduler.placement.worker_choice import PrefillOption
 
 FEW = 16
-"""The steps of a worker with at most so many sequences are played in any case: this takes little
+"""The steps of a worker with at most so many sequences are always simulated: this takes little
 time, and tells how far the present step is.
 """
 MANY = 256
-"""The steps of a worker with more sequences are never played: each placement would look at all
-of them, and few steps would be played before `outlook.MOST_WORK` ends it.
+"""The steps of a worker with more sequences are never simulated: each placement would look at all
+of them, and `outlook.MOST_WORK` would end it after few steps.
 """
 
 
@@ -81,7 +81,7 @@ def planned_ttft_s(
 
 def planned_for(hello: WorkerHello) -> EngineConfig | None:
     """Return the limits of a worker's engine, as far as its steps are planned by them. None: it has
-    none, it says some with which no engine runs, or it is a pipeline, whose steps are not played.
+    none, it says some with which no engine runs, or it is a pipeline: its steps are not simulated.
     """
     if hello.num_stages > 1 or (hello.max_gap_s is None and hello.first_token_s is None):
         return None

@@ -356,7 +356,7 @@ class SimTransfer:
         return batch_id
 
     def _num_copies(self, kind: Op, op: TransferOp, peer: Endpoint) -> int:
-        """Return to how many ranks' memories a piece goes."""
+        """Return the number of ranks whose memories get a piece."""
         if kind is Op.WRITE:
             region = peer.regions.get(op.remote_region)
         else:

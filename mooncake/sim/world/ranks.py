@@ -171,7 +171,7 @@ class RankedRunner(SimRunner):
 
     @property
     def num_living(self) -> int:
-        """How many processes of its ranks there are."""
+        """How many of the instance's ranks have a process that lives."""
         return sum(rank.alive for rank in self._ranks)
 
     def kill_rank(self, number: int) -> None:

@@ -93,7 +93,7 @@ class Session(Protocol):
 
     @property
     def loop(self) -> IoLoop:
-        """The loop in which it lives; this need not be the listener's."""
+        """The loop in which the session runs; it need not be the listener's."""
 
     @property
     def identity(self) -> PeerIdentity | None:

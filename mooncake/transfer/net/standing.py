@@ -120,7 +120,7 @@ class Standing:
             loop.call_later(LOOK_S, lambda: self.keep_looking(loop, connect))
 
     def look(self, connect: Callable[[str], ConnectingSide]) -> None:
-        """End the sessions that are valid no more; prove ourselves again where that may help."""
+        """End the sessions that are no longer valid; prove ourselves again if that may help."""
         with self._lock:
             watched = list(self._watched)
         doubted = {key for each in watched for key in each.look(self)}
@@ -152,7 +152,7 @@ def _keep(known: dict[Any, Any], used: Set[bytes | str]) -> None:
 
 
 def ended(what: str, who: str, reason: str) -> None:
-    """Log that a session ends because its proof is valid no more."""
+    """Log that a session ends because its proof is no longer valid."""
     _LOG.warning("%s with %s ends: %s", what, who, reason)
     audit("session_ended", what=what, peer=who, reason=reason)
 

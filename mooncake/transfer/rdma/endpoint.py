@@ -86,12 +86,12 @@ class Endpoint:
 
     @property
     def may_retire(self) -> bool:
-        """True if it is connected and has nothing to do."""
+        """True if the queue pair is connected and has nothing to do."""
         return self.state is EndpointState.READY and self.is_idle
 
     @property
     def room(self) -> int:
-        """Number of requests that it can still take."""
+        """The number of requests that the queue pair can still take."""
         return self._nic.depth - self._num_requests
 
     def send(self, parts: Sequence[tuple[Part, Sequence[WorkRequest]]], now: float) -> None:

@@ -199,7 +199,7 @@ class RdmaSession:
                 self._close_pair(pair_id)
 
     def close(self) -> None:
-        """Close the session. The queue pairs that the client opened reach our memory no more."""
+        """Close the session. The queue pairs that the client opened no longer reach our memory."""
         self._stream.close()
         for pair_id in list(self._pairs):
             self._close_pair(pair_id)

@@ -68,7 +68,7 @@ class ShmOwner:
                 hands.given()
 
     def _let_go(self, hands: wire.Hands) -> None:
-        """Forget a client that can copy no more. Runs in the loop."""
+        """Forget a client that can no longer copy. Runs in the loop."""
         self._loop.remove(hands.heard)
         with self._lock:
             self._hands.pop(hands.heard, None)

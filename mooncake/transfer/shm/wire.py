@@ -122,7 +122,7 @@ class Hands:
         self._words = SharedWords(MAX_HANDS, theirs=True)
         self.fd = self._words.fd
         self.heard, self.pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        """The two ends of a pipe: ours, which hangs up when the client can copy no more, and the
+        """The two ends of a pipe: ours, which hangs up when the client can no longer copy, and the
         client's.
         """
 

@@ -97,7 +97,7 @@ class StagingEngine:
 
     @property
     def in_use(self) -> bool:
-        """True if it has been used."""
+        """True if this engine has been used."""
         return self._loop is not None
 
     @property

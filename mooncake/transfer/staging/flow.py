@@ -139,4 +139,4 @@ class Flow:
     withdrawn: bool = False
     """True if all that is in hand was stopped, after the job was."""
     settled: bool = False
-    """True if what the devices had begun before this batch can write no more."""
+    """True if writes that the devices began before this batch have ended."""

@@ -124,7 +124,7 @@ class StagingPeer:
     def learn(
         self, region_ids: Iterable[int], known: Callable[[], None], failed: Callable[[str], None]
     ) -> None:
-        """Call `known` once it is known what these regions are, or `failed` with a reason."""
+        """Call `known` once the owner has described these regions, or `failed` with a reason."""
         missing = set(region_ids) - self._facts.keys()
         if not missing:
             known()

@@ -66,7 +66,7 @@ class FairSlots:
         self._serve()
 
     def rest(self, slot: int) -> None:
-        """Keep a slot that was held out of use until `wake`."""
+        """Take a slot that was held out of use until `wake`."""
         self._held.remove(slot)
         self._resting.add(slot)
 

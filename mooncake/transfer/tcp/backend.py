@@ -82,7 +82,7 @@ class TcpPeer:
 
     @property
     def is_unused(self) -> bool:
-        """True if it has no connection, no work, and nothing that the peer must be told."""
+        """True if there is no connection, no work, and nothing that the peer must be told."""
         to_tell = self._queue.fences and self._reachable
         connected = any(each.state is not ConnectionState.IDLE for each in self._connections)
         return not (self._queue or self._queue.num_held or to_tell or connected)

@@ -227,7 +227,7 @@ def test_a_refusal_is_the_error_of_its_status() -> None:
     [
         ({"max_token": 3}, "'max_token' is no known field; did you mean max_tokens?"),
         ({"max_new_tokens": 3}, "max_new_tokens is not supported: use max_tokens"),
-        ({"stream": True}, "stream: not here; AsyncLLM yields answers while they grow"),
+        ({"stream": True}, "stream: is not available here; AsyncLLM yields answers while"),
         ({"temperature": 9}, "temperature: must be less than or equal to 2"),
         ({"structured_outputs": {"jsn": {}}}, "exactly one of json, regex, choice"),
         ({"model": "other"}, "The model 'other' does not exist here"),
