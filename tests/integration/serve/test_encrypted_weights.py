@@ -105,5 +105,5 @@ def test_an_altered_byte_ends_the_start(plain: Path, key_file: Path, tmp_path: P
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert f"{file}: what lies at byte" in done.stderr
+    assert f"{file}: the bytes at" in done.stderr
     assert "Traceback" not in done.stderr

@@ -242,7 +242,7 @@ def test_a_server_that_was_cleared_uses_the_pool_no_more(pool: Pool) -> None:
         ({"extra_config": None}, "cluster_secret_file"),
         ({"extra_config": {**BACKEND, "mooncake": 5}}, "cluster_secret_file"),
         ({"settings": {"pool_url": "x"}}, "mooncake: .*pool_url"),
-        ({"settings": {"revision": ""}}, "which revision of org/model"),
+        ({"settings": {"revision": ""}}, "the revision of org/model is unknown"),
         ({"should_split_heads": True}, "tp_lcm_size"),
     ],
 )

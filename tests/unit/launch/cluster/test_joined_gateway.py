@@ -161,6 +161,6 @@ def test_processes_of_the_same_user_find_the_secret_by_the_address(
 
 
 def test_an_address_is_copied_whole() -> None:
-    for address, message in ((GATEWAY[:-1], "copy the address whole"), ("http://h:1", "HOST:PORT")):
+    for address, message in ((GATEWAY[:-1], "copy the whole address"), ("http://h:1", "HOST:PORT")):
         with pytest.raises(ConfigError, match=message):
             resolve({"role": "gateway", "join": address, "cluster_secret": "s"}, None, {})

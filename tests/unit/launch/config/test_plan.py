@@ -463,7 +463,7 @@ class TestEncryptedWeights:
     ) -> None:
         with pytest.raises(CheckpointError, match="sealed: its weights are encrypted"):
             plan_for(sealed)
-        with pytest.raises(CheckpointError, match="small: its weights are not encrypted, though"):
+        with pytest.raises(CheckpointError, match="small: its weights are not encrypted, but"):
             plan_for(model, weights_key_file=str(key))
         key.write_text("cd" * 32)
         with pytest.raises(ConfigError, match=r"weights-key: .*sealed was encrypted with another"):

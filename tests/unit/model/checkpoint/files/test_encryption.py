@@ -257,7 +257,7 @@ class TestDamage:
         name = f"{NAMES[0]}.enc"
         assert (other / name).read_bytes() != (sealed / name).read_bytes()
         shutil.copyfile(other / name, sealed / name)
-        assert "of another file or checkpoint" in refusal(sealed)
+        assert "to another file or checkpoint" in refusal(sealed)
         shutil.copyfile(other / MANIFEST_NAME, sealed / MANIFEST_NAME)
         assert NAMES[1] in refusal(sealed)
 
@@ -293,7 +293,7 @@ class TestKeys:
 
     def test_a_key_for_plain_weights_is_an_error(self, small: Path) -> None:
         """Else plain weights put in the place of encrypted ones would be served."""
-        with pytest.raises(CheckpointError, match="are not encrypted, though a key is given"):
+        with pytest.raises(CheckpointError, match="are not encrypted, but a key is given"):
             CheckpointFiles.open(small, ring(1))
 
     def test_without_a_key_the_revision_can_still_be_known(
