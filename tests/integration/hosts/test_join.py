@@ -112,6 +112,7 @@ def test_the_first_stages_of_prefill_are_on_another_machine(tmp_path: Path) -> N
         }  # fmt: skip
         there, here = words_of("docs/stages.md", "mooncake ranks", told)
         ranks = second.mooncake(*there)
+        ranks.wait_for("ranks are started at")
         server = first.mooncake(*here, *SMALL, POOL)
         url = server.wait_for(r"on (http://\S+/v1)").group(1)
         assert answers(first, url) == alone
