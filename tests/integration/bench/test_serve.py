@@ -250,7 +250,7 @@ def test_absent_servers_are_told() -> None:
         async with raw_server(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}") as (url, _):
             return await first_model(HttpClient(url), {})
 
-    with pytest.raises(Unavailable, match="--model"):
+    with pytest.raises(Unavailable, match="`model`"):
         asyncio.run(names())
 
 
