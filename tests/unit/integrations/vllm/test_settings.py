@@ -53,7 +53,7 @@ def test_equal_weights_have_one_name_wherever_they_lie(
 def test_weights_without_a_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no weights"):
         weights_name(str(tmp_path), None, "auto")
-    with pytest.raises(ConfigError, match="which revision"):
+    with pytest.raises(ConfigError, match="is unknown"):
         weights_name("org/model", None, "auto")
     with pytest.raises(ConfigError, match="dummy"):
         weights_name("org/model", "abc", "dummy")
