@@ -31,4 +31,4 @@ def test_every_setting_is_documented_with_its_default() -> None:
     for name, said in rows.items():
         value = getattr(DEFAULTS, name)
         if isinstance(value, int | float):
-            assert f": {value:g} unless set" in said.replace("268435456", f"{2**28:g}"), name
+            assert f"(default: {value:g})" in said.replace("268435456", f"{2**28:g}"), name
