@@ -290,7 +290,6 @@ def check_memory(plan: ServePlan, worker: WorkerSettings, found: list[GpuMemory]
     assert len(found) == shape.num_ranks
     for rank, memory in enumerate(found):
         stage = plan.ranks[worker.role].stages[shape.stage_of(rank)]
-        print(rank, stage.weights, stage.activations, memory)
         assert stage.weights <= memory.resident_bytes < 1.05 * stage.weights
 
 

@@ -6,13 +6,14 @@ Owns what is free of the GPUs.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from mooncake.base import MooncakeError, Role
-from mooncake.launch.cluster.attendant import Attendant, State
+from mooncake.launch.cluster.attendant import Attendant, State, WorkerEnded
 from mooncake.launch.cluster.facts import without_secret
 from mooncake.launch.cluster.supervisor import End, How, Keeper
 from mooncake.launch.cluster.worker_handle import Begin, fingerprint, place_of, start_at
@@ -22,15 +23,14 @@ from mooncake.launch.host.credentials import read_secret
 from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.worker.settings import WorkerSettings
 
+_log = logging.getLogger(__name__)
+
 
 class FreeGpus:
     """What is free of the GPUs that this process sees."""
 
     def __init__(self) -> None:
-        there = machine_facts.num_gpus()
-        seen = environment.variables().get(environment.SEEN_GPUS)
-        names = [str(gpu) for gpu in range(there)] if seen is None else seen.split(",")
-        self._free = {name.strip(): GPU_SHARES for name in names[:there]}
+        self._free = dict.fromkeys(machine_facts.seen_gpus(), GPU_SHARES)
 
     def take(self, worker_id: str, number: float) -> dict[str, int]:
         """Return the shares that a worker gets, by the name of the GPU: whole GPUs, or a share of
@@ -131,7 +131,10 @@ class LocalKeeper:
             self._end = End(How.STOPPED, refusal or "")
         except MooncakeError as error:
             self._end = End(How.STOPPED, error.message)
-        except Exception as error:
+        except WorkerEnded:
+            self._end = End(How.DIED, "its process has ended")
+        except Exception as error:  # else nobody would know that this thread has ended
+            _log.exception("%s is started again: its keeper failed", self._settings.worker_id)
             self._end = End(How.DIED, repr(error))
 
     def end(self) -> End | None:

@@ -91,9 +91,7 @@ class ProcessWorkers(Workers):
             self._supervisor.hurry()
 
     def _run(self, gateway_process: GatewayProcess, show: report.Show) -> None:
-        """Run the supervisor's whole life in one thread: processes that Ray starts end with their
-        thread.
-        """
+        """Start, watch and end the workers, all in the supervisor's one thread."""
         try:
             supervisor = self._new_supervisor(gateway_process)
             try:

@@ -115,6 +115,33 @@ def test_a_supervisor_with_other_settings_gets_a_new_worker(supervisors: Supervi
     assert supervisors.ended(again.pid)
 
 
+def test_a_worker_without_a_supervisor_lets_go_of_its_pipe_and_not_of_its_file(
+    supervisors: Supervisors, tmp_path: Path
+) -> None:
+    """Who reads the pipe of a supervisor that was killed need not wait for its workers."""
+    log, (reading, writing) = tmp_path / "log", os.pipe()
+    kept = os.dup(1), os.dup(2)
+    with log.open("ab") as file:
+        os.dup2(writing, 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            handle, told = supervisors.take(supervisors.begin())
+        finally:
+            for number, descriptor in enumerate(kept, 1):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            os.close(writing)
+    links = [f"/proc/{told.pid}/fd/{number}" for number in (1, 2)]
+    assert os.readlink(links[0]).startswith("pipe:")
+    handle.close()
+    said = b"."
+    while said:
+        assert select.select([reading], [], [], WAIT_S)[0], "the worker holds the pipe"
+        said = os.read(reading, 1 << 16)
+    os.close(reading)
+    assert [os.readlink(link) for link in links] == [os.devnull, str(log)]
+
+
 @pytest.mark.parametrize("orphan_s", [0.0, 0.2])
 def test_a_worker_that_nobody_adopts_ends(supervisors: Supervisors, orphan_s: float) -> None:
     handle, told = supervisors.take(supervisors.begin(orphan_s))
