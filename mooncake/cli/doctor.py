@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 
 from mooncake.cli.command import Command
+from mooncake.launch.config import options
 from mooncake.launch.config.options import setting, text, truth
 from mooncake.telemetry.terminal import plain_table
 
@@ -27,7 +28,10 @@ class Doctor:
     file: str = setting("", text, "cluster", "FILE",
         "file that describes the cluster (see `mooncake up`)", positional=True)
     machine: str | None = setting(None, text, "cluster", "NAME",
-        "name of this machine in the file (default: that of its host name, or of its address)")
+        "name of this machine in the file (default: that of its labels, host name, or address)")
+    labels: tuple[str, ...] = setting((), options.labels, "cluster", "KEY=VALUE,...",
+        "labels of this machine; it is the one in the file all of whose labels are among them",
+        env="MOONCAKE_LABELS")
     json: bool = setting(False, truth, "output", "", "print what was found as JSON", switch=True)
     bundle: str | None = setting(None, text, "output", "FILE",
         "write the result, the cluster's settings and facts of the machine to a new tar.gz, "
@@ -39,7 +43,7 @@ def run(wanted: Doctor) -> int:
     """Check the machine and print what was found. Return 1 if something fails."""
     from mooncake.launch.cluster import doctor
 
-    findings = doctor.examine(wanted.file or None, wanted.machine)
+    findings = doctor.examine(wanted.file or None, wanted.machine, wanted.labels)
     if wanted.bundle is not None:
         doctor.write_bundle(Path(wanted.bundle), findings, wanted.file or None)
     if wanted.json:

@@ -6,11 +6,13 @@ import dataclasses
 import sys
 
 from mooncake.cli.command import Command
+from mooncake.launch.config import options
 from mooncake.launch.config.options import setting, text, truth
 
 EXAMPLES = """\
 mooncake up k2.yaml                     the same command on every machine of the file
 mooncake up k2.yaml --machine node-7    if the file has neither this host name nor this address
+mooncake up k2.yaml --labels rack=r7    if the file names its machines by labels
 mooncake up k2.yaml --dry-run           only check, and print the commands
 """
 NOTES = """\
@@ -25,7 +27,10 @@ class UpSettings:
     file: str = setting("", text, "cluster", "FILE", "file that describes the cluster",
         positional=True, required=True)
     machine: str | None = setting(None, text, "cluster", "NAME",
-        "name of this machine in the file (default: that of its host name, or of its address)")
+        "name of this machine in the file (default: that of its labels, host name, or address)")
+    labels: tuple[str, ...] = setting((), options.labels, "cluster", "KEY=VALUE,...",
+        "labels of this machine; it is the one in the file all of whose labels are among them",
+        env="MOONCAKE_LABELS")
     dry_run: bool = setting(False, truth, "cluster", "",
         "check that everything fits, print the commands, start nothing", switch=True)
     ray_node: bool = setting(False, truth, "cluster", "",
@@ -44,7 +49,7 @@ def run(wanted: UpSettings) -> int:
     def say(words: str) -> None:
         print(words, file=sys.stderr, flush=True)
 
-    return up(wanted.file, wanted.machine, say, dry_run=wanted.dry_run)
+    return up(wanted.file, wanted.machine, say, labels=wanted.labels, dry_run=wanted.dry_run)
 
 
 COMMANDS = (

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import msgspec
@@ -72,8 +72,9 @@ def judged(name: str, found: str, todo: str = "", *, fails: bool = True) -> Find
     return Finding(name=name, state=state, found=found, todo=todo)
 
 
-def examine(file: str | None, machine: str | None) -> list[Finding]:
-    """Check this machine and, if `file` describes a cluster, its part of the cluster.
+def examine(file: str | None, machine: str | None, labels: Collection[str] = ()) -> list[Finding]:
+    """Check this machine and, if `file` describes a cluster, its part of the cluster. `machine` or
+    `labels` say which one it is there.
 
     Raises:
         ConfigError: the file describes no cluster, or this machine has no part in it.
@@ -83,7 +84,7 @@ def examine(file: str | None, machine: str | None) -> list[Finding]:
     ]  # fmt: skip
     if file is not None:
         cluster = read_cluster_file(file)
-        own = own_machine(cluster, machine)
+        own = own_machine(cluster, machine, labels)
         folder = Path(file).resolve().parent
         looks += [
             lambda: certificates(folder, own),

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from mooncake.base import ConfigError, MooncakeError, format_bytes
@@ -72,13 +72,15 @@ class _Child:
     retry_at_s: float = float("-inf")
 
 
-def own_machine(cluster: ClusterFile, name: str | None) -> Machine:
-    """Return the entry for this machine: the one with the given name, with its host name, or with
-    one of its addresses.
+def own_machine(cluster: ClusterFile, name: str | None, labels: Collection[str] = ()) -> Machine:
+    """Return the entry for this machine: the one with the given name; or all of whose labels are
+    among those given; or, without labels, the one with its host name or one of its addresses.
 
     Raises:
-        ConfigError: the file names no such machine.
+        ConfigError: the file names no such machine, or several have such labels.
     """
+    if name is None and labels:
+        return _labelled(cluster, labels)
     host = machine_facts.host_name()
     for machine in cluster.machines:
         if machine.name == (name or host):
@@ -92,6 +94,22 @@ def own_machine(cluster: ClusterFile, name: str | None) -> Machine:
     raise ConfigError(
         f"{cluster.path}: {name or host} is none of its machines: {named}; and none of their "
         "addresses is one of this machine. Say which one it is: --machine NAME"
+    )
+
+
+def _labelled(cluster: ClusterFile, labels: Collection[str]) -> Machine:
+    """Return the machine all of whose labels are among these. Raises ConfigError if there is not
+    exactly one.
+    """
+    fitting = [each for each in cluster.machines if each.labels and {*each.labels} <= {*labels}]
+    if len(fitting) == 1:
+        return fitting[0]
+    shown = fitting or cluster.machines
+    named = ", ".join(f"{each.name} ({','.join(each.labels) or 'no labels'})" for each in shown)
+    fit = "several machines fit" if fitting else "none of its machines fits"
+    raise ConfigError(
+        f"{cluster.path}: {fit} the labels {','.join(labels)}: {named}. A machine fits if it has "
+        "labels in the file and all of them are given; correct them, or say --machine NAME"
     )
 
 
@@ -357,9 +375,16 @@ def _asking(cluster: ClusterFile, machine: Machine) -> ServeConfig:
     )  # fmt: skip
 
 
-def up(file: str, name: str | None, say: Callable[[str], None], *, dry_run: bool = False) -> int:
+def up(
+    file: str,
+    name: str | None,
+    say: Callable[[str], None],
+    *,
+    labels: Collection[str] = (),
+    dry_run: bool = False,
+) -> int:
     """Be one machine of the cluster that a file describes, until a signal; return the exit code.
-    `dry_run`: only check, and print what would be started.
+    `name`, `labels`: see `own_machine`. `dry_run`: only check, and print what would be started.
 
     Raises:
         MooncakeError: this machine is not in the file, or cannot run what the file says.
@@ -367,7 +392,7 @@ def up(file: str, name: str | None, say: Callable[[str], None], *, dry_run: bool
     machine_facts.check_system()
     path = Path(file)
     cluster = read_cluster_file(file)
-    machine = own_machine(cluster, name)
+    machine = own_machine(cluster, name, labels)
     os.chdir(path.resolve().parent)
     planned = plan_parts(cluster, machine)
     children = _children(machine, planned)

@@ -59,7 +59,8 @@ SECRET, SAFE = "secret", "authority"
 """
 
 _TOP = ("model", "machines", RAY, "settings", *ROLES)
-_MACHINE = ("address", *ROLES, STAGE, RAY)
+LABELS = "labels"
+_MACHINE = ("address", LABELS, *ROLES, STAGE, RAY)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DECIDED = frozenset(
     {
@@ -87,6 +88,8 @@ class Machine:
     name: str
     address: str
     counts: Mapping[str, int]
+    labels: tuple[str, ...] = ()
+    """KEY=VALUE each: it is the machine that is given all of these, and maybe others."""
 
     @property
     def credentials(self) -> dict[str, CredentialRole]:
@@ -339,6 +342,12 @@ def _check(found: ClusterFile) -> None:
                 f"{found.path}: machines: none has the role {role}, and {why}; add `{role}: 1` to "
                 "one"
             )
+    labels = [machine.labels for machine in found.machines if machine.labels]
+    for own in labels:
+        if labels.count(own) > 1:
+            raise ConfigError(
+                f"{found.path}: machines: two have the labels {','.join(own)}; give each its own"
+            )
     addresses = [machine.address for machine in found.machines]
     for address in addresses:
         if addresses.count(address) > 1:
@@ -386,7 +395,11 @@ def _machine(path: str, name: str, told: object, *, by_ray: bool) -> Machine:
         )
     if counts.get(RAY, 0) > 1:
         raise ConfigError(f"{path}: {where}: {RAY}: a machine is one node of Ray; give 1 or 0")
-    return Machine(name=name, address=str(values["address"]), counts=counts)
+    try:
+        labels = options.labels(LABELS, values[LABELS]) if LABELS in values else ()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {where}: {error.message}") from error
+    return Machine(name=name, address=str(values["address"]), counts=counts, labels=labels)
 
 
 def _count(path: str, where: str, role: str, value: object) -> int:

@@ -10,7 +10,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +21,7 @@ from mooncake.scheduler.scaling.config import ScalingConfig
 
 _COUNT = re.compile(r"^(-?[0-9]+)([kKmM]?)$")
 _PLACE = re.compile(r"^(anywhere|cpu:[0-9]+|gpu:[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])$")
+_LABEL = re.compile(r"[A-Za-z0-9._/-]+=[^=,\s]+")
 _COUNT_UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 DIRECT = "tcp://"
 """Prefix of the address at which a cluster is joined."""
@@ -362,6 +363,21 @@ def nearby(name: str, value: object) -> tuple[tuple[str, tuple[str, ...]], ...]:
             raise ConfigError(f"{flag(name)}: {place} is named twice")
         found[place] = nics
     return tuple(found.items())
+
+
+def labels(name: str, value: object) -> tuple[str, ...]:
+    """Read labels of a machine: "KEY=VALUE,KEY=VALUE", or in a file a mapping."""
+    if isinstance(value, Mapping):
+        value = [f"{key}={text(f'{name}: {key}', each)}" for key, each in value.items()]
+    found: dict[str, str] = {}
+    for word in [word.strip() for written in texts(name, value) for word in written.split(",")]:
+        key = word.partition("=")[0]
+        if not _LABEL.fullmatch(word):
+            raise ConfigError(f"{flag(name)}: {word!r} is not KEY=VALUE, such as rack=r7")
+        if key in found:
+            raise ConfigError(f"{flag(name)}: {key} is named twice")
+        found[key] = word
+    return tuple(sorted(found.values()))
 
 
 def number(name: str, value: object) -> float:

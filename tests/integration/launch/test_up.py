@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mooncake.base import Role
+from mooncake.base import ConfigError, Role
 from mooncake.base.messages import ClusterTold, WorkerRef
 from mooncake.base.rights import CredentialRole
 from mooncake.cli import main as cli
@@ -24,7 +24,7 @@ from mooncake.identity.certificates import names_in
 from mooncake.identity.credential import PREFIX, cluster_keys
 from mooncake.launch.cluster import up as up_module
 from mooncake.launch.cluster.facts import Seeds
-from mooncake.launch.cluster.up import Up
+from mooncake.launch.cluster.up import Up, own_machine
 from mooncake.launch.config.cluster_file import read_cluster_file
 from tests.support.model.checkpoints import write_config_only
 
@@ -65,6 +65,46 @@ def test_a_dry_run_prints_the_command_of_each_process(run: Run) -> None:
     assert [line.split("--role=")[1].split()[0] for line in commands] == [
         "gateway", "decode", "kvstore",
     ]  # fmt: skip
+
+
+def test_a_machine_is_found_by_labels_that_are_typed_or_in_the_environment(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"address": "127.0.0.1", "gateway": 1, "decode": 1, "labels": {"rack": "r7"}}
+    code, said = run("--dry-run", "--labels", "kind=h200,rack=r7", machines={"here": here})
+    assert (code, said.splitlines()[0]) == (0, "here: gateway-0, decode-0")
+    monkeypatch.setenv("MOONCAKE_LABELS", "rack=r8")
+    code, said = run("--dry-run", machines={"here": here})
+    assert code == 2
+    assert "none of its machines fits the labels rack=r8: here (rack=r7)" in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "found"),
+    [
+        (None, ["rack=r1"], "a"),
+        (None, ["rack=r1", "zone=z"], "a"),
+        (None, ["kind=h200", "rack=r2"], "none of its machines fits the labels kind=h200,rack=r2"),
+        (None, ["kind=h200", "rack=r1"], "several machines fit .*: a .rack=r1., b .kind=h200,rack"),
+        ("b", ["rack=r1"], "b"),
+    ],
+)
+def test_the_machine_fits_all_of_whose_labels_are_given(
+    tmp_path: Path, name: str | None, given: list[str], found: str
+) -> None:
+    machines: dict[str, Any] = {
+        "a": {"address": "192.0.2.1", "gateway": 1, "decode": 1, "labels": {"rack": "r1"}},
+        "b": {"address": "192.0.2.2", "kvstore": 1, "labels": "rack=r1,kind=h200"},
+        "c": {"address": "192.0.2.3", "kvstore": 1},
+    }
+    file = tmp_path / "k2.yaml"
+    file.write_text(yaml.safe_dump({"model": "/m", "machines": machines}))
+    cluster = read_cluster_file(str(file))
+    if found in machines:
+        assert own_machine(cluster, name, given).name == found
+        return
+    with pytest.raises(ConfigError, match=found):
+        own_machine(cluster, name, given)
 
 
 def test_what_is_made_once_stays_and_is_private(run: Run, tmp_path: Path) -> None:

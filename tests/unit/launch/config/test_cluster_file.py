@@ -185,6 +185,19 @@ ONE = {"address": "10.0.0.7", "gateway": 1, "decode": 1}
             {"machines": {"a": ONE, "b": {**ONE, "address": "127.0.0.1"}}},
             r"127\.0\.0\.1 is reached only from its own machine",
         ),
+        (
+            {"machines": {"a": {**ONE, "labels": ["rack"]}}},
+            "machines: a: labels: 'rack' is not KEY=VALUE",
+        ),
+        (
+            {
+                "machines": {
+                    "a": {**ONE, "labels": "k=1,r=2"},
+                    "b": {**ONE, "address": "10.0.0.8", "labels": {"r": 2, "k": 1}},
+                }
+            },
+            "two have the labels k=1,r=2; give each its own",
+        ),
         ({"settings": {"join": "h:1"}}, "settings: join follows from the rest of this file"),
         ({"decode": {"ray-address": "h:1"}}, "decode: ray-address follows from the rest"),
         ({"decode": {"max-num-seq": 1}}, r"decode: unknown setting max-num-seq \(did you mean"),

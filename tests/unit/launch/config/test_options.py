@@ -70,6 +70,8 @@ def test_counts_keep_their_range(minimum: int, number: int) -> None:
         (options.quotas, "a=1KiB,b=0", (("a", 1024), ("b", 0))),
         (options.quotas, ["a=b=1"], (("a=b", 1),)),
         (options.nearby, "cpu:0=a, b", (("cpu:0", ("a", "b")),)),
+        (options.labels, "rack=r7, kind=h200", ("kind=h200", "rack=r7")),
+        (options.labels, {"rack": 7, "kind": "h200"}, ("kind=h200", "rack=7")),
         (
             options.nearby,
             ["anywhere=a", "gpu:0000:3b:00.0=b"],
@@ -111,6 +113,10 @@ def test_values(read: Callable[[str, object], Any], written: object, value: obje
         (options.SomeOf("tcp", "shm"), "shm,rdma", "'rdma' is not one of tcp, shm"),
         (options.nearby, "cpu0=a", "'cpu0=a' is not PLACE=NIC,NIC"),
         (options.nearby, "cpu:0=", "is not PLACE=NIC,NIC"),
+        (options.labels, "rack", "'rack' is not KEY=VALUE"),
+        (options.labels, {"rack": "r7,r8"}, "'r8' is not KEY=VALUE"),
+        (options.labels, {"gpu": True}, "True is not a text"),
+        (options.labels, "rack=1,rack=2", "rack is named twice"),
         (options.nearby, ["cpu:0=a", "cpu:0=b"], "cpu:0 is named twice"),
         *(
             (options.port_range, text, "is not FIRST-LAST")
