@@ -38,6 +38,10 @@ LONGEST_WAIT_S = 30.0
 """The longest wait before a worker that cannot start is tried again."""
 MOST_STEPS = 5
 """The wait grows this many times; it is the longest one then."""
+UNASKED = (MooncakeError, RuntimeError, OSError)
+"""What a keeper raises that cannot do now what it is asked: Ray does not answer, or this process
+can start no thread.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -240,7 +244,7 @@ class Supervisor:
         for change in changes:
             try:
                 change()
-            except (MooncakeError, RuntimeError, OSError) as error:
+            except UNASKED as error:
                 troubles[str(error)] = None
         trouble = "; ".join(troubles)
         if trouble and trouble != self._trouble:
@@ -342,11 +346,37 @@ class Supervisor:
                 self._drop(entry)
                 continue
             if entry.retry_at_s is not None and now_s >= entry.retry_at_s:
-                entry.retry_at_s = None
-                entry.keeper.run()
-                if entry.leave_by_s is not None:  # the keeper before may have died untold
-                    entry.keeper.stop(max(0.0, entry.leave_by_s - now_s), True)
+                self._run_again(entry, now_s)
             self._ask_state(entry)
+
+    def _run_again(self, entry: Entry, now_s: float) -> None:
+        """Have a worker run again. If its keeper cannot be asked now, this is tried again, ever
+        more seldom; only a start fails.
+        """
+        try:
+            entry.keeper.run()
+        except UNASKED as error:
+            if not self._have_started:
+                raise
+            entry.early_deaths += 1
+            wait_s = self._try_later(entry)
+            _log.warning(
+                "%s cannot start again now, and is tried in %.1f s: %s",
+                entry.settings.worker_id, wait_s, error,
+            )  # fmt: skip
+            return
+        entry.retry_at_s = None
+        if entry.leave_by_s is not None:  # the keeper before may have died untold
+            with contextlib.suppress(MooncakeError):  # it is ended when its time is over
+                entry.keeper.stop(max(0.0, entry.leave_by_s - now_s), True)
+
+    def _try_later(self, entry: Entry) -> float:
+        """Have a worker run again after a wait that grows with its early deaths; return the
+        wait.
+        """
+        wait_s: float = min(LONGEST_WAIT_S, 0.1 * 4 ** min(entry.early_deaths, MOST_STEPS))
+        entry.retry_at_s = time.monotonic() + wait_s
+        return wait_s
 
     def _on_end(self, entry: Entry, end: End) -> None:
         """Handle the end of a worker's run."""
@@ -371,8 +401,7 @@ class Supervisor:
             entry.early_deaths += 1
             _log.error("%s cannot start again, and is tried later: %s", worker_id, why)
         entry.state = None
-        wait_s = 0.1 * 4 ** min(entry.early_deaths, MOST_STEPS)
-        entry.retry_at_s = time.monotonic() + min(LONGEST_WAIT_S, wait_s)
+        self._try_later(entry)
 
     def _tell_lost(self, entry: Entry) -> None:
         self._forget_process(entry)

@@ -152,6 +152,53 @@ def test_what_its_keeper_still_says_of_a_dead_process_brings_no_worker_back(entr
     assert entry.serves
 
 
+def test_a_keeper_that_cannot_be_asked_costs_no_other_worker_and_is_asked_ever_more_seldom(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake, clock = FakeKeepers(), [100.0]
+    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(supervisor_module, "POLL_S", 0.0)
+    supervisor = Supervisor(lambda _: None)
+    names = ["decode-0", "decode-1"]
+    supervisor.resume([worker_settings(worker_id=name) for name in names], fake)
+    first, second = supervisor.entries
+    fake.made["decode-0"].ended = DIED
+    supervisor._step()
+    assert fake.started == names
+    fake.away, fake.made["decode-1"].known = True, elsewhere(ready=True)
+    waits = []
+    for _ in range(4):
+        assert first.retry_at_s is not None
+        clock[0] = first.retry_at_s
+        supervisor._step()
+        waits.append(round(first.retry_at_s - clock[0], 1))
+    assert waits == [1.6, 6.4, 25.6, 30.0]
+    assert second.serves, "it is watched meanwhile"
+    assert "decode-0 cannot start again now, and is tried in 1.6 s" in caplog.text
+    fake.away = False
+    clock[0] = first.retry_at_s
+    supervisor._step()
+    assert (first.retry_at_s, fake.started) == (None, [*names, "decode-0"])
+
+
+def test_a_keeper_that_cannot_be_asked_ends_a_start() -> None:
+    class Away(FakeKeeper):
+        """It dies, and does not answer afterwards."""
+
+        def run(self) -> None:
+            super().run()
+            self.ended, fake.away = DIED, True
+
+    fake = FakeKeepers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor_module, "START_POLL_S", 0.0)
+        patch.setattr(supervisor_module, "LONGEST_WAIT_S", 0.0)
+        with pytest.raises(MooncakeError, match="it does not answer"):
+            Supervisor(lambda _: None).start(
+                [worker_settings()], lambda *_: None, lambda *_: Away("d", fake)
+            )
+
+
 @pytest.mark.parametrize("orphan_s", [0.0, 60.0])
 @pytest.mark.parametrize("how", [How.KEEPER_DIED, How.KEEPER_AWAY])
 def test_a_worker_whose_keeper_alone_has_died_is_not_lost(
