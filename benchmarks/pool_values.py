@@ -104,7 +104,7 @@ def serve_node(pipe: Connection, block_bytes: int, protection: str) -> None:
     node = CountingNode(config, hello, layout, channel, transfer, gateway.address, disks)
     drivers = [
         Driver(registry, registry_channel),
-        Driver(node, channel, transfer=transfer, polled=[disks], clock=clock),
+        Driver(node, channel, transfer=transfer, polled=[disks], clock=clock, shares=True),
     ]
     threads = [threading.Thread(target=driver.run) for driver in drivers]
     for thread in threads:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -37,6 +37,10 @@ class Mailbox(Generic[T]):
         self._lock = threading.Lock()
         self._rung = False
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.bell: Callable[[], bool] | None = None
+        """Called when there is something to receive. If it returns True, somebody will receive that
+        soon, so the descriptor does not become readable.
+        """
 
     def put(self, item: T) -> bool:
         """Add an item and make the descriptor readable. Returns False when the mailbox is full."""
@@ -44,8 +48,17 @@ class Mailbox(Generic[T]):
             if self._bound is not None and len(self._items) >= self._bound:
                 return False
             self._items.append(item)
-            self._ring()
+            self._announce()
             return True
+
+    def announce(self) -> None:
+        """Do as if an item were put."""
+        with self._lock:
+            self._announce()
+
+    def _announce(self) -> None:
+        if not (self._rung or (self.bell is not None and self.bell())):
+            self._ring()
 
     def ring(self) -> None:
         """Make the descriptor readable without putting an item."""
@@ -56,6 +69,11 @@ class Mailbox(Generic[T]):
         if not self._rung and self._descriptor >= 0:
             self._rung = True
             os.eventfd_write(self._descriptor, 1)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there are no items."""
+        return not self._items
 
     def fileno(self) -> int:
         """Return the descriptor, readable while there is something to receive."""

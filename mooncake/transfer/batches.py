@@ -335,9 +335,22 @@ class BatchTable:
     def fileno(self) -> int:
         return self._done.fileno()
 
+    @property
+    def has_endings(self) -> bool:
+        """True if there are endings that were not polled yet."""
+        return not self._done.is_empty
+
+    def announce(self) -> None:
+        """Do as if a batch had ended: there is something else to take."""
+        self._done.announce()
+
     def ring(self) -> None:
-        """Make the descriptor readable: there is something else to take."""
+        """Make the descriptor readable."""
         self._done.ring()
+
+    def ring_instead(self, bell: Callable[[], bool]) -> None:
+        """Call `bell` when there is something to take; see `Mailbox.bell`."""
+        self._done.bell = bell
 
     def poll(self) -> list[TransferDone]:
         """Return the endings since the last call."""

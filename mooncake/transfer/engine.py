@@ -267,6 +267,12 @@ class PolledTransfer(Transfer, Protocol):
     def events(self) -> Sequence[TransferEvent]:
         """Return what `poll` does, and peers' questions."""
 
+    def offer_events(self, take: Callable[[], bool]) -> None:
+        """Have threads that move bytes call `take` when there are events, so that no other thread
+        need wake for them, and again when there are none after what these led to. If it returns
+        False, the descriptor becomes readable.
+        """
+
     def links(self) -> Sequence[LinkSnapshot]:
         """Return the counters of each link since the start; from any thread."""
 

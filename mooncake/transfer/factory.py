@@ -147,7 +147,7 @@ def open_transfer(
         loops = [
             IoLoop(fabric.gates, f"transfer-io-{index}") for index in range(config.num_io_threads)
         ]
-        router.keep_deadlines(loops[0])
+        router.use_loops(loops)
         for loop in loops:
             router.add_closer(loop.close)
     try:

@@ -8,9 +8,11 @@ one is tried.
 from __future__ import annotations
 
 import logging
+import math
 import select
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mooncake.base.clock import Clock
@@ -65,9 +67,12 @@ class RoutedTransfer:
         self._heard: deque[Asked | AskEnded] = deque()
         self._closers: list[Callable[[], None]] = []
         self._pumps: list[Callable[[], None]] = []
-        self._loop: IoLoop | None = None
+        self._loops: Sequence[IoLoop] = ()
+        self._take: Callable[[], bool] | None = None
+        self._offering: set[IoLoop] = set()
+        """Loops that are about to offer events. Each loop's thread changes only its own entry."""
         self._timer: Timer | None = None
-        self._armed_s = 0.0
+        self._armed_s = math.inf
         """The deadline that the timer is set for."""
         self._closed = False
 
@@ -119,9 +124,11 @@ class RoutedTransfer:
         """The engine that moves device memory, if there is one."""
         return self._staging
 
-    def keep_deadlines(self, loop: IoLoop) -> None:
-        """Check deadlines in `loop` too; without it only `poll` does."""
-        self._loop = loop
+    def use_loops(self, loops: Sequence[IoLoop]) -> None:
+        """Check deadlines in the first of `loops` too; without it only `poll` does. All of them
+        may hand out events: see `offer_events`.
+        """
+        self._loops = loops
 
     @property
     def segment(self) -> SegmentRef:
@@ -214,7 +221,7 @@ class RoutedTransfer:
 
     def _hear(self, event: Asked | AskEnded) -> None:
         self._heard.append(event)
-        self._batches.ring()
+        self._batches.announce()
 
     def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
         if self._questions is not None:
@@ -230,6 +237,32 @@ class RoutedTransfer:
         while self._heard:
             events.append(self._heard.popleft())
         return events
+
+    def offer_events(self, take: Callable[[], bool]) -> None:
+        self._take = take
+        self._batches.ring_instead(self._offer_soon)
+
+    def _offer_soon(self) -> bool:
+        """Offer events once this thread has done what it does now, if it is that of a loop: it may
+        hold locks of a connection. Return whether it will.
+        """
+        for loop in self._loops:
+            if loop.is_here:
+                will = loop in self._offering or loop.post_here(partial(self._offer, loop))
+                if will:
+                    self._offering.add(loop)
+                return will
+        return False
+
+    def _offer(self, loop: IoLoop) -> None:
+        """Offer events, and again after what the machine has posted to the loop meanwhile."""
+        assert self._take is not None
+        self._offering.discard(loop)
+        had_some = bool(self._heard) or self._batches.has_endings
+        if not self._take():
+            self._batches.ring()
+        elif had_some:
+            self._offer_soon()
 
     def _ask(self, job: Job) -> None:
         if self._asking is None or not self.takes_questions(job.peer):
@@ -268,8 +301,9 @@ class RoutedTransfer:
             self._staging.start(job)
         else:
             self.go_on(job)
-        if batch.deadline_s is not None and self._loop is not None and not job.ended:
-            self._loop.post(self._watch_deadlines)
+        if batch.deadline_s is not None and batch.deadline_s < self._armed_s and not job.ended:
+            for loop in self._loops[:1]:
+                loop.post(self._watch_deadlines)
         return batch_id
 
     def decline(self, job: Job, reason: str) -> None:
@@ -347,18 +381,18 @@ class RoutedTransfer:
         """Fail the batches that are due and set the timer for the next deadline. Runs in the
         loop.
         """
-        assert self._loop is not None
         next_s = self.expire()
-        if next_s is None or (self._timer is not None and self._armed_s <= next_s):
+        if next_s is None or self._armed_s <= next_s:
             return
         if self._timer is not None:
             self._timer.cancel()
         self._armed_s = next_s
         wait_s = max(next_s - self._clock.now(), _TICK_S)
-        self._timer = self._loop.call_later(wait_s, self._on_deadline)
+        self._timer = self._loops[0].call_later(wait_s, self._on_deadline)
 
     def _on_deadline(self) -> None:
-        self._timer = None
+        # First this, then a look at the batches: one that is opened meanwhile is seen, or asks.
+        self._timer, self._armed_s = None, math.inf
         self._watch_deadlines()
 
     def fileno(self) -> int:

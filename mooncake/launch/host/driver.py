@@ -1,14 +1,18 @@
 """The loop that drives one machine in real life: wait for events or the next timer, hand them over.
 
-Owns the thread it runs in and nothing else. The simulator has its own loop; decision code does not
-know which of the two drives it.
+Owns the thread it runs in and nothing else. Other threads may take a turn with the machine where
+its owner allows that. The simulator has its own loop; decision code does not know which of the two
+drives it.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` asks an enum each time, for 20 us
 import dataclasses
 import logging
+import math
 import selectors
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -63,9 +67,12 @@ class Driver:
         polled: Sequence[Polled[msgspec.Struct]] = (),
         clock: Clock | None = None,
         own: WorkerRef | None = None,
+        shares: bool = False,
     ) -> None:
         """Drive `machine`, whose name in the cluster is `own` (workers have one). `polled`: its
-        other ports.
+        other ports. `shares`: all of its ports may be used by any thread. So a thread that calls,
+        or has an event of `transfer`, drives the machine itself if no other thread does: nobody has
+        to wake for it.
         """
         self._machine = machine
         self._own = own
@@ -75,12 +82,22 @@ class Driver:
         ]
         if transfer is not None:
             self._sources.append((transfer.fileno(), transfer.events))
+        self._shared = [transfer.events] if shares and transfer is not None else []
+        self._may_share = False
+        """True while `run` goes on, if turns are shared."""
+        self._turn = threading.Lock()
+        """Held by the thread that drives the machine."""
+        self._rests_until_s = math.inf
+        self._fault: BaseException | None = None
+        """What the machine raised in another thread."""
         self._sources += [(port.fileno(), port.poll) for port in polled]
         self._lock = threading.Lock()
         self._calls: Mailbox[_Call] = Mailbox()
         self._stopping = False
         self._leaving: tuple[Callable[[Any], bool], float | None] | None = None
         self._ended = False
+        if shares and transfer is not None:
+            transfer.offer_events(self._take_turn)
 
     def run(self) -> None:
         """Drive until `stop`. Call it once.
@@ -114,12 +131,17 @@ class Driver:
         self._calls.ring()
 
     def call(self, work: Callable[[Any, float], Any]) -> Future[Any]:
-        """Run `work(machine, now)` between two events, in the loop's thread.
+        """Run `work(machine, now)` between two events, in the loop's thread or, if turns are
+        shared, the caller's.
 
         A fault in `work` belongs to the caller and is set in the future. If the loop has ended, or
         ends before the work runs, the future is cancelled.
         """
         call = _Call(work, Future())
+        if self._may_share:
+            with _Uninterrupted():
+                if self._take_turn([call]):
+                    return call.future
         with self._lock:
             if not self._ended:
                 self._calls.put(call)
@@ -128,45 +150,120 @@ class Driver:
         return call.future
 
     def _loop(self, selector: selectors.BaseSelector) -> None:
-        clock, machine = self._clock, self._machine
+        # All sources each time: a look at an empty one is cheap, and descriptors of the
+        # edge-triggered kind never strand an event.
+        drains = [drain for _, drain in self._sources]
         while True:
-            now = clock.now()
-            wake_s = machine.tick(now)
-            if self._leaving is not None:
-                done, limit_s = self._leaving
-                self._stopping |= done(machine)
-                if limit_s is not None:
-                    self._stopping |= now >= limit_s
-                    wake_s = limit_s if wake_s is None else min(wake_s, limit_s)
-            if self._stopping:
-                return
-            selector.select(None if wake_s is None else max(0.0, wake_s - now))
-            now = clock.now()
-            self._do_calls(now)
-            # All sources each time: a look at an empty one is cheap, and descriptors of the
-            # edge-triggered kind never strand an event.
-            for _, drain in self._sources:
-                for event in drain():
-                    if isinstance(event, PeerLost) and event.worker == self._own:
-                        raise FencedOff(
-                            f"{event.worker.worker_id} was given up by the cluster and ends: it "
-                            "stood still for too long, or another came under its name; start it "
-                            "again, each node with a --node-id of its own"
-                        )
-                    machine.handle(event, now)
+            with self._turn:
+                self._raise_fault()
+                self._may_share = bool(self._shared)
+                rest_s = self._tick()
+                if self._stopping:
+                    return
+            selector.select(rest_s)
+            with self._turn:
+                self._raise_fault()
+                self._drive(self._calls.receive(), drains)
 
-    def _do_calls(self, now: float) -> None:
-        for call in self._calls.receive():
+    def _raise_fault(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+
+    def _take_turn(self, calls: Sequence[_Call] = ()) -> bool:
+        """Drive the machine in the caller's thread: do `calls`, and hand it the events of the
+        transfer engine. It ticks after calls, and when there are no events. Return False, with
+        nothing done, if another thread drives it now, or the loop does not run.
+        """
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            if not self._may_share:
+                return False
+            if self._drive(calls, self._shared) and not calls:
+                return True
+            rests_until_s = self._rests_until_s
+            self._tick()
+            if self._stopping or self._rests_until_s < rests_until_s:
+                self._calls.ring()
+            self._rests_until_s = min(rests_until_s, self._rests_until_s)
+        except BaseException as error:
+            self._may_share, self._fault = False, error
+            self._calls.ring()
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._turn.release()
+        return True
+
+    def _drive(
+        self,
+        calls: Sequence[_Call],
+        drains: Sequence[Callable[[], Sequence[msgspec.Struct]]],
+    ) -> bool:
+        """Do calls, and hand the machine what has come. Return whether there was any event."""
+        now, had_some = self._clock.now(), False
+        for call in calls:
             if not call.future.set_running_or_notify_cancel():
                 continue
             try:
                 call.future.set_result(call.work(self._machine, now))
             except Exception as error:
                 call.future.set_exception(error)
+        for drain in drains:
+            for event in drain():
+                if isinstance(event, PeerLost) and event.worker == self._own:
+                    raise FencedOff(
+                        f"{event.worker.worker_id} was given up by the cluster and ends: it "
+                        "stood still for too long, or another came under its name; start it "
+                        "again, each node with a --node-id of its own"
+                    )
+                self._machine.handle(event, now)
+                had_some = True
+        return had_some
+
+    def _tick(self) -> float | None:
+        """Have the machine do what is due, and look whether the loop may end. Return how long
+        nothing is due.
+        """
+        now = self._clock.now()
+        wake_s = self._machine.tick(now)
+        if self._leaving is not None:
+            done, limit_s = self._leaving
+            self._stopping |= done(self._machine)
+            if limit_s is not None:
+                self._stopping |= now >= limit_s
+                wake_s = limit_s if wake_s is None else min(wake_s, limit_s)
+        self._rests_until_s = math.inf if wake_s is None else wake_s
+        return None if wake_s is None else max(0.0, wake_s - now)
 
     def _end(self) -> None:
+        with self._turn:
+            self._may_share = False
         with self._lock:
             self._ended = True
         self._calls.close()
         for call in self._calls.receive():
             call.future.cancel()
+
+
+class _Uninterrupted:
+    """Keeps Ctrl-C back within: it must not leave a machine with half of a change."""
+
+    def __init__(self) -> None:
+        is_main = threading.get_ident() == threading.main_thread().ident
+        handler = _signal.getsignal(signal.SIGINT) if is_main else None
+        self._handler: Callable[..., object] | None = handler if callable(handler) else None
+        self._came: list[Any] = []
+
+    def __enter__(self) -> None:
+        if self._handler is not None:
+            _signal.signal(signal.SIGINT, self._keep)
+
+    def _keep(self, *about: Any) -> None:
+        self._came.append(about)
+
+    def __exit__(self, *_: object) -> None:
+        if self._handler is not None:
+            _signal.signal(signal.SIGINT, self._handler)
+            if self._came:
+                self._handler(*self._came[0])

@@ -202,7 +202,7 @@ class PoolSession:
         client = PoolClient(hello, config.layout, ports, store=store)
         self._client = FailoverClient(client, config.timeout_s)
         self._driver = Driver(
-            self._client, self._channel, transfer=self._transfer, clock=clock, own=ref
+            self._client, self._channel, transfer=self._transfer, clock=clock, own=ref, shares=True
         )
         self._memory_lock = threading.Lock()
         self._thread = threading.Thread(target=self._driver.run, name="pool-session", daemon=True)
@@ -508,8 +508,8 @@ class PoolSession:
         self.close()
 
     def _call(self, make: Callable[[FailoverClient], Policy[_Answer]]) -> _Answer:
-        """Run a call of the client in its thread and wait for its answer. Raises the MooncakeError
-        that it ends with.
+        """Start a call of the client and wait for its answer. Raises the MooncakeError that it ends
+        with.
         """
         answer: Future[_Answer | MooncakeError] = Future()
         started = self._driver.call(

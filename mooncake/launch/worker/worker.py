@@ -69,7 +69,10 @@ class Worker:
         self._pages = pages
         self._admin: PoolAdmin | None = None
         self._met = ""
-        self.driver = Driver(machine, channel, transfer=transfer, polled=polled, own=ref)
+        self.driver = Driver(
+            machine, channel, transfer=transfer, polled=polled, own=ref,
+            shares=isinstance(machine, KvNode),
+        )  # fmt: skip
         self._leaves = False
         self.driver.stop_when(lambda machine: machine.next_life is not None, None)
         self._opened = opened.pop_all()

@@ -57,6 +57,8 @@ class IoLoop:
         """Receives bytes that are to be dropped."""
         self._epoll = select.epoll()
         self._posted: Mailbox[Callable[[], None]] = Mailbox()
+        self._own: list[Callable[[], None]] = []
+        """What the loop's own thread has posted."""
         self._epoll.register(self._posted, READABLE)
         self._handlers: dict[int, Handler] = {}
         self._removed: set[int] = set()
@@ -74,10 +76,26 @@ class IoLoop:
 
     def post(self, call: Callable[[], None]) -> None:
         """Run `call` in the loop soon; after `close` it is forgotten."""
+        if self.post_here(call):
+            return
         with self._lock:
             if self._closing:
                 return
             self._posted.put(call)
+
+    @property
+    def is_here(self) -> bool:
+        """True in the loop's own thread."""
+        return threading.get_ident() == self._thread.ident
+
+    def post_here(self, call: Callable[[], None]) -> bool:
+        """Run `call` after what the loop does now, if this is the loop's own thread and it goes on.
+        Return whether it is.
+        """
+        will = self.is_here and not self._closing
+        if will:
+            self._own.append(call)
+        return will
 
     def call_later(self, seconds: float, action: Callable[[], None]) -> Timer:
         """Run `action` in the loop after `seconds` of real time."""
@@ -117,12 +135,15 @@ class IoLoop:
         self._run_posted()
 
     def _wait_s(self) -> float | None:
+        if self._own:
+            return 0.0
         if not self._timers:
             return None
         return max(0.0, self._timers[0][0] - time.monotonic())
 
     def _run_posted(self) -> None:
-        for call in self._posted.receive():
+        own, self._own = self._own, []
+        for call in (*own, *self._posted.receive()):
             self._guarded(call)
 
     def _run_timers(self) -> None:

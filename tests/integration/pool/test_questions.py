@@ -72,14 +72,20 @@ class Node:
             self.transfer, "tcp://127.0.0.1:1",
         )  # fmt: skip
         self.num_asked = 0
+        self.threads: set[str] = set()
+        """Names of the threads in which it has been asked."""
         handle = self.machine.handle
 
         def counted(event: object, now: float) -> None:
-            self.num_asked += isinstance(event, Asked)
+            if isinstance(event, Asked):
+                self.num_asked += 1
+                self.threads.add(threading.current_thread().name)
             handle(event, now)
 
         self.machine.handle = counted  # type: ignore[method-assign]
-        self.driver = Driver(self.machine, self.channel, transfer=self.transfer, clock=clock)
+        self.driver = Driver(
+            self.machine, self.channel, transfer=self.transfer, clock=clock, shares=True
+        )
         self._thread = threading.Thread(target=self.driver.run, daemon=True)
         self._thread.start()
 
@@ -160,6 +166,7 @@ def test_a_get_sees_the_put_before_it(node: Node) -> None:
         for number in range(40):
             assert get(session, put(session, range(number, number + 1))) == 1
     assert node.num_asked > 20
+    assert "transfer-io-0" in node.threads, "no other thread wakes, as long as none has the machine"
 
 
 def test_a_node_of_an_earlier_release_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ class Engine:
         table, loop = RegionTable(gates), IoLoop(gates, "transfer-io")
         self.papers = Papers(engine_id=name, credential=worker("secret"), ids=SystemIds())
         router = self.transfer = RoutedTransfer(name, "host", table, MonotonicClock())
-        router.keep_deadlines(loop)
+        router.use_loops([loop])
         router.add_closer(loop.close)
         self.memory: FakeDeviceMemory | None = None
         listen = ListenAddress()

@@ -46,7 +46,7 @@ class Engine:
             ids=SystemIds(),
         )
         self.loop = loop = IoLoop(gates, "transfer-rdma")
-        self.transfer.keep_deadlines(loop)
+        self.transfer.use_loops([loop])
         self.transfer.add_closer(loop.close)
         places = [Place(name=nic.address.name, numa_node=0) for nic in self.nics]
         memory = RdmaMemory(table, self.nics, build_matrix(places))

@@ -46,6 +46,22 @@ def test_a_ring_wakes_with_nothing_put_and_is_heard_once() -> None:
     mailbox.close()
 
 
+def test_a_bell_that_is_heard_spares_the_descriptor() -> None:
+    mailbox: Mailbox[int] = Mailbox()
+    heard: list[bool] = [True, False]
+    mailbox.bell = lambda: heard.pop(0)
+    assert mailbox.put(1)
+    assert not readable(mailbox)
+    assert not mailbox.is_empty
+    mailbox.announce()
+    assert readable(mailbox), "nobody has heard the second"
+    mailbox.put(2)
+    assert heard == [], "whoever reads the descriptor receives this too"
+    assert mailbox.receive() == [1, 2]
+    assert mailbox.is_empty
+    mailbox.close()
+
+
 def test_no_item_of_many_threads_is_lost_or_slept_over() -> None:
     mailbox: Mailbox[int] = Mailbox()
     threads = [

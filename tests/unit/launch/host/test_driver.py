@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 
 import msgspec
@@ -16,6 +18,7 @@ from mooncake.engine.plan import StepResult
 from mooncake.launch.host.driver import Driver, FencedOff
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.transfer.engine import TransferDone
+from tests.support.kvstore.pool_process import until
 
 
 class Recorder:
@@ -52,6 +55,16 @@ class Port:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.queue: list[msgspec.Struct] = []
         self.lock = threading.Lock()
+        self.take: Callable[[], bool] = lambda: False
+
+    def offer_events(self, take: Callable[[], bool]) -> None:
+        self.take = take
+
+    def offer(self, event: msgspec.Struct) -> bool:
+        """Have this thread hand over an event; return whether it did."""
+        with self.lock:
+            self.queue.append(event)
+        return self.take()
 
     def put(self, event: msgspec.Struct) -> None:
         with self.lock:
@@ -67,7 +80,7 @@ class Port:
     def poll(self) -> list[msgspec.Struct]:
         with self.lock:
             taken, self.queue = self.queue, []
-            if taken:
+            with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.fd)
         return taken
 
@@ -75,15 +88,16 @@ class Port:
 class Rig:
     """A driver in a thread over real in-process channels."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares: bool = False) -> None:
         network = InprocNetwork()
         self.channel = InprocChannel(network, "machine")
         self.peer = InprocChannel(network, "peer")
         self.transfer, self.runner = Port(), Port()
         self.machine = Recorder()
         self.driver = Driver(
-            self.machine, self.channel, transfer=self.transfer, polled=[self.runner]
-        )
+            self.machine, self.channel, transfer=self.transfer, polled=[self.runner],
+            shares=shares,
+        )  # fmt: skip
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -99,8 +113,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(shares=getattr(request, "param", False))
     yield rig
     rig.driver.stop()
     if rig.thread.ident is not None:
@@ -203,6 +217,118 @@ def test_calls_run_in_the_loops_thread_with_its_time(rig: Rig) -> None:
     )
     assert name is rig.thread
     assert now > 0
+
+
+shared = pytest.mark.parametrize("rig", [True], indirect=True, ids=["shared"])
+
+
+def share(rig: Rig) -> None:
+    """Start the loop, and return when it waits and other threads may drive the machine."""
+    rig.thread.start()
+    until(lambda: here(rig) is threading.current_thread(), "this thread drives the machine")
+
+
+def here(rig: Rig) -> threading.Thread:
+    """Return the thread in which a call runs."""
+    ran: threading.Thread = rig.driver.call(lambda *_: threading.current_thread()).result(20)
+    return ran
+
+
+@shared
+def test_a_thread_that_has_an_event_drives_the_machine_itself(rig: Rig) -> None:
+    assert not rig.transfer.offer(TransferDone(batch_id=1)), "the loop does not run yet"
+    share(rig)
+    until(lambda: rig.transfer.offer(TransferDone(batch_id=2)), "the machine is free")
+    assert TransferDone(batch_id=2) in rig.machine.events
+    before = rig.machine.ticks
+    until(rig.transfer.take, "the machine is free")
+    assert rig.machine.ticks > before, "it ticks once there are no more events"
+    rig.driver.stop()
+    rig.join()
+    assert not rig.transfer.offer(TransferDone(batch_id=3)), "its ports may be closed"
+    assert TransferDone(batch_id=3) not in rig.machine.events
+
+
+@shared
+def test_two_threads_never_drive_the_machine_at_once(rig: Rig) -> None:
+    share(rig)
+    inside, leave = threading.Event(), threading.Event()
+
+    def slow(_machine: Recorder, _now: float) -> None:
+        inside.set()
+        assert leave.wait(20)
+
+    holder = threading.Thread(target=lambda: rig.driver.call(slow))
+    holder.start()
+    assert inside.wait(20)
+    assert not rig.transfer.offer(TransferDone(batch_id=1))
+    late = rig.driver.call(lambda machine, _: list(machine.events))
+    assert not late.done()
+    leave.set()
+    holder.join()
+    late.result(20)
+    rig.transfer.put(TransferDone(batch_id=2))  # as the engine rings when nobody took the event
+    until(lambda: len(rig.machine.events) == 2, "both have come")
+
+
+@shared
+def test_the_loop_wakes_earlier_if_another_threads_turn_makes_something_due(rig: Rig) -> None:
+    rig.machine.wanted = 10**9
+    share(rig)
+
+    def hurry(machine: Recorder, _now: float) -> None:
+        machine.wake_after_s = 0.0
+        machine.wanted = machine.ticks + 5
+
+    rig.driver.call(hurry).result(20)
+    assert rig.machine.enough.wait(20)
+
+
+@shared
+def test_the_loop_ends_if_another_threads_turn_was_what_it_waited_for(rig: Rig) -> None:
+    share(rig)
+    rig.driver.stop_when(lambda machine: machine.wanted == 7, None)
+    rig.driver.call(lambda machine, _: setattr(machine, "wanted", 7)).result(20)
+    rig.join()
+    assert rig.error is None
+
+
+@shared
+def test_a_fault_in_another_threads_turn_ends_the_loop(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    share(rig)
+    until(lambda: rig.transfer.offer(Drain()), "the machine is free")
+    rig.join()
+    assert isinstance(rig.error, RuntimeError)
+    assert "the machine broke" in caplog.text
+    assert rig.driver.call(lambda *_: None).cancelled()
+    assert not rig.transfer.offer(TransferDone(batch_id=1))
+
+
+@shared
+def test_an_interrupt_waits_until_the_turn_is_over(rig: Rig) -> None:
+    share(rig)
+    ended: list[threading.Thread] = []
+
+    def interrupted(_machine: Recorder, _now: float) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGINT)
+        ended.append(threading.current_thread())
+
+    def try_it() -> bool:
+        with contextlib.suppress(KeyboardInterrupt):
+            rig.driver.call(interrupted)
+            return False  # the loop's thread had the machine, and does not raise
+        return True
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        until(try_it, "this thread drives the machine and is interrupted")
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert threading.current_thread() in ended, "it ran to its end"
+    assert rig.driver.call(lambda machine, _: machine.ticks).result(20) > 0
 
 
 def test_a_fault_in_a_call_is_the_callers(rig: Rig) -> None:

@@ -43,6 +43,38 @@ def test_posted_calls_run_in_order_in_one_thread(loop: IoLoop) -> None:
     assert names == [(index, "test-loop") for index in range(100)]
 
 
+def test_what_its_own_thread_posts_runs_after_what_it_does_now(loop: IoLoop) -> None:
+    ran: list[object] = []
+    done = threading.Event()
+
+    def outer() -> None:
+        loop.post(lambda: ran.append("posted"))
+        ran.append(loop.post_here(done.set))
+        ran.append("outer")
+
+    assert not loop.post_here(lambda: ran.append("never")), "this is another thread"
+    loop.post(outer)
+    assert done.wait(WAIT_S)
+    assert ran == [True, "outer", "posted"]
+
+
+def test_calls_that_post_themselves_again_leave_descriptors_their_turn(loop: IoLoop) -> None:
+    reader, writer = os.pipe()
+    handled = threading.Event()
+
+    def again() -> None:
+        if not handled.is_set():
+            loop.post(again)
+
+    run_in(loop, lambda: loop.add(reader, READABLE, lambda _events: handled.set()))
+    loop.post(again)
+    os.write(writer, b"x")
+    assert handled.wait(WAIT_S)
+    run_in(loop, lambda: loop.remove(reader))
+    os.close(reader)
+    os.close(writer)
+
+
 def test_a_readable_descriptor_is_handled_until_it_is_removed(loop: IoLoop) -> None:
     reader, writer = os.pipe()
     got: list[bytes] = []
