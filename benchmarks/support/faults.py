@@ -1,7 +1,7 @@
 """Clusters of which one part after another is killed, for `benchmarks pauses`.
 
-Each is a context that yields what starts clients of a gateway, and its faults one by one: the next
-one comes when all is there again.
+Each is a context that yields what starts clients of a gateway, and what makes each fault, by the
+name of what is killed: once all that the fault needs is there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,6 @@ print(urllib.request.urlopen(sys.argv[1], timeout=20, context=context).read().de
 class Fault:
     """What is killed, and the gateway that clients ask meanwhile."""
 
-    name: str
     url: str
     begin: Callable[[], object]
     is_over: Callable[[], bool] = lambda: True
@@ -58,7 +58,8 @@ class Fault:
 
 Clients = Callable[[str, int], contextlib.AbstractContextManager[Path]]
 """Starts so many clients of a gateway for its body; yields the file of what they say."""
-Cluster = Callable[[Path, Path], contextlib.AbstractContextManager[tuple[Clients, Iterator[Fault]]]]
+Faults = Mapping[str, Callable[[], Fault]]
+Cluster = Callable[[Path, Path], contextlib.AbstractContextManager[tuple[Clients, Faults]]]
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
@@ -132,7 +133,7 @@ def serving(folder: Path, name: str, *flags: str) -> Iterator[Serving]:
 
 
 @contextlib.contextmanager
-def served(folder: Path, model: Path) -> Iterator[tuple[Clients, Iterator[Fault]]]:
+def served(folder: Path, model: Path) -> Iterator[tuple[Clients, Faults]]:
     """`mooncake serve --headless` with a worker of each role, and two gateways that have joined."""
     head = [str(model), *SMALL, "--headless"]
     with contextlib.ExitStack() as stack:
@@ -162,17 +163,15 @@ def served(folder: Path, model: Path) -> Iterator[tuple[Clients, Iterator[Fault]
         def worker(role: str) -> Fault:
             name = f"{role}-0"
             pid = pids()[name]
-            return Fault(role, url, lambda: kill(pid), lambda: pids().get(name, pid) != pid)
+            return Fault(url, lambda: kill(pid), lambda: pids().get(name, pid) != pid)
 
-        def faults() -> Iterator[Fault]:
-            for role in ("prefill", "decode", "kvstore"):
-                yield worker(role)
-            yield Fault("another gateway", url, lambda: kill(gateways[1].process.pid))
-            yield Fault(
-                "the supervisor, started again", url, start_again,
-                lambda: again[0].num_said(JOIN) > 0,
-            )  # fmt: skip
-
+        faults: Faults = {
+            **{role: partial(worker, role) for role in ("prefill", "decode", "kvstore")},
+            "another gateway": lambda: Fault(url, lambda: kill(gateways[1].process.pid)),
+            "the supervisor, started again": lambda: Fault(
+                url, start_again, lambda: again[0].num_said(JOIN) > 0
+            ),
+        }
         again: list[Serving] = []
 
         @contextlib.contextmanager
@@ -186,7 +185,7 @@ def served(folder: Path, model: Path) -> Iterator[tuple[Clients, Iterator[Fault]
                 process.kill()
                 process.wait()
 
-        yield clients, faults()
+        yield clients, faults
 
 
 # ---------------------------------------- `mooncake up`
@@ -252,7 +251,7 @@ class Watched:
 
 
 @contextlib.contextmanager
-def up(folder: Path, model: Path) -> Iterator[tuple[Clients, Iterator[Fault]]]:
+def up(folder: Path, model: Path) -> Iterator[tuple[Clients, Faults]]:
     """The three hosts of the soak, of which any two can serve."""
     shared = folder / "shared"
     copied = shutil.copytree(model, shared / model.name)
@@ -262,7 +261,8 @@ def up(folder: Path, model: Path) -> Iterator[tuple[Clients, Iterator[Fault]]]:
         url = f"https://{hosts[0].address}:8000"
         wanted = Counter(role for roles in ROLES.values() for role in roles)
 
-        def row(name: str, fault: SoakFault) -> Fault:
+        def row(kind: str, host: str, what: str = "") -> Fault:
+            fault = SoakFault(kind, host, what)
             watched.await_members(url, wanted)
             before = watched.pids(url)
             hit = {key: pid for key, pid in before.items() if key[1] == fault.host}
@@ -282,20 +282,21 @@ def up(folder: Path, model: Path) -> Iterator[tuple[Clients, Iterator[Fault]]]:
                 now = watched.pids(url)
                 return all(now.get(key, pid) != pid for key, pid in hit.items())
 
-            return Fault(name, url, begin, is_over)
+            return Fault(url, begin, is_over)
 
-        def faults() -> Iterator[Fault]:
-            for role in ("prefill", "decode", "kvstore"):
-                yield row(role, SoakFault("kill", "c", role))
-            yield row("another gateway", SoakFault("kill", "b", "gateway"))
-            yield row("`up` and its processes", SoakFault("kill up", "c"))
-            yield row("a host", SoakFault("vanish", "c"))
-
-        yield watched.clients, faults()
+        yield (
+            watched.clients,
+            {
+                **{r: partial(row, "kill", "c", r) for r in ("prefill", "decode", "kvstore")},
+                "another gateway": partial(row, "kill", "b", "gateway"),
+                "`up` and its processes": partial(row, "kill up", "c"),
+                "a host": partial(row, "vanish", "c"),
+            },
+        )
 
 
 @contextlib.contextmanager
-def placed(folder: Path, model: Path) -> Iterator[tuple[Clients, Iterator[Fault]]]:
+def placed(folder: Path, model: Path) -> Iterator[tuple[Clients, Faults]]:
     """Two hosts with gateways and pool nodes, over which Ray places engines. Clients ask the one
     that is not Ray's head.
     """
@@ -309,9 +310,14 @@ def placed(folder: Path, model: Path) -> Iterator[tuple[Clients, Iterator[Fault]
         cluster.type_up(machines[1])
         cluster.await_watched(1)
         wanted = Counter({"gateway": 2, "kvstore": 2, **WORKERS})
+        heads = 1
+        """How many have said by the next fault that they look after all workers."""
 
         def asked() -> tuple[Host, str]:
-            """Return Ray's head, and the gateway of the other machine once it knows all."""
+            """Return Ray's head, and the gateway of the other machine, once that knows all and the
+            head looks after all: engines serve on while nobody does.
+            """
+            until(lambda: cluster.num_watched() >= heads, "Ray looks after all workers")
             head = cluster.head()
             [other] = [each for each in machines if each is not head]
             url = f"https://{other.address}:8000"
@@ -330,34 +336,37 @@ def placed(folder: Path, model: Path) -> Iterator[tuple[Clients, Iterator[Fault]
                     watched.await_work(url, role, host.name)
                 host.check("kill", "-9", str(pid))
 
-            return Fault(
-                role, url, begin, lambda: watched.pids(url).get((role, host.name), pid) != pid
-            )
+            return Fault(url, begin, lambda: watched.pids(url).get((role, host.name), pid) != pid)
 
-        def keeper(name: str, pattern: str) -> Fault:
+        def keeper(pattern: str) -> Fault:
+            nonlocal heads
             head, url = asked()
-            number = cluster.num_watched()
+            number = heads = cluster.num_watched() + 1
 
             def begin() -> None:
                 cluster.kill(head, pattern)
                 if pattern == UP:
                     cluster.type_up(head)
 
-            return Fault(name, url, begin, lambda: cluster.num_watched() > number)
+            return Fault(url, begin, lambda: cluster.num_watched() >= number)
 
-        def faults() -> Iterator[Fault]:
-            for role in WORKERS:
-                yield engine(role)
-            yield keeper("Ray's head", GCS)
-            yield keeper("Ray's raylet", RAYLET)
-            yield keeper("the node of Ray", NODE)
-            yield keeper("`up`", UP)
+        def power() -> Fault:
             head, url = asked()
             watched.await_work(url, "decode", head.name)
             number = cluster.num_watched()
-            yield Fault("the head's host", url, head.vanish, lambda: cluster.num_watched() > number)
+            return Fault(url, head.vanish, lambda: cluster.num_watched() > number)
 
-        yield watched.clients, faults()
+        yield (
+            watched.clients,
+            {
+                **{role: partial(engine, role) for role in WORKERS},
+                "Ray's head": partial(keeper, GCS),
+                "Ray's raylet": partial(keeper, RAYLET),
+                "the node of Ray": partial(keeper, NODE),
+                "`up`": partial(keeper, UP),
+                "the head's host": power,
+            },
+        )
 
 
 CLUSTERS: Mapping[str, Cluster] = {"serve": served, "up": up, "placed": placed}
