@@ -212,7 +212,10 @@ class _Node:
                 supervisor = Supervisor(
                     lambda _: None, orphan_s=config.orphan_timeout, daemons=ray_cluster.daemons()
                 )
-                self._place(supervisor, facts, go_on)
+                try:
+                    self._place(supervisor, facts, go_on)
+                except MooncakeError as error:  # without an end of Ray: its start takes longer
+                    _log.warning("the workers are not placed, trying again: %s", error.message)
                 if supervisor.keepers_are_gone:
                     supervisor.forget()
                     break

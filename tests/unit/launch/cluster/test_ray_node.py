@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mooncake.base import Role
+from mooncake.base import MooncakeError, Role
 from mooncake.launch.cluster import placed_worker, ray_cluster, ray_node
 from mooncake.launch.cluster.ray_node import (
     LOOK_S,
@@ -21,6 +23,7 @@ from mooncake.launch.cluster.ray_node import (
 )
 
 NUM_MACHINES = 4
+SIGNALS = {"SIGINT": 2, "SIGTERM": 15}
 
 
 def test_a_head_that_is_there_is_joined() -> None:
@@ -100,6 +103,40 @@ def test_a_machine_whose_ray_was_started_again_is_looked_at_anew(
     nothing: Any = None
     ray_node._Node._place(node, supervisor, nothing, lambda: True)
     assert went_on == [goes_on]
+
+
+def test_a_head_that_cannot_place_workers_tries_again_with_the_same_ray(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine under load may say too late which workers run there. If Ray ended for that, it
+    would have to start again on all machines, under the same load.
+    """
+    done: list[str] = []
+
+    @contextlib.contextmanager
+    def descendants() -> Iterator[Any]:
+        yield SimpleNamespace(end=lambda _: done.append("end"))
+
+    monkeypatch.setattr(ray_node, "signal", SimpleNamespace(signal=lambda *_: None, **SIGNALS))
+    monkeypatch.setattr(ray_node, "Descendants", descendants)
+    for name in ("connect", "disconnect"):
+        monkeypatch.setattr(ray_cluster, name, lambda *_, name=name: done.append(name))
+    monkeypatch.setattr(ray_cluster, "daemons", list)
+    facts = iter(["facts", "facts", None])
+
+    def place(*_: object) -> None:
+        done.append("place")
+        if done.count("place") == 1:
+            raise MooncakeError("a machine does not say which workers run there")
+
+    node: Any = SimpleNamespace(
+        _place=place, _await_others=lambda *_: next(facts), _on_signal=None,
+        _config=lambda: SimpleNamespace(orphan_timeout=600),
+    )  # fmt: skip
+    nothing: Any = None
+    ray_node._Node._be_head(node, "10.0.0.7:6379", nothing)
+    assert done == ["connect", "place", "place", "disconnect", "end"]
+    assert "a machine does not say which workers run there" in caplog.text
 
 
 class Machines:
