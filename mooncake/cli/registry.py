@@ -43,7 +43,11 @@ SUMMARIES = {
     "completion": "print a script that completes commands in bash or zsh",
     "version": "print the version",
 }
-"""The first word of each command; the module of that name in this package has its `COMMANDS`."""
+"""The first word of each command; the module of that name in this package has its `COMMANDS`, or
+that of `MODULES`.
+"""
+MODULES = {"top": "status"}
+"""The first words whose commands are in the module of another one."""
 
 EXIT_CODES = {
     0: "done",
@@ -59,8 +63,9 @@ EXIT_CODES = {
 
 def commands_of(word: str) -> tuple[Command, ...]:
     """Return the commands whose first word is `word`; imports what they need to be parsed."""
-    found: tuple[Command, ...] = importlib.import_module(f"mooncake.cli.{word}").COMMANDS
-    return found
+    module = importlib.import_module(f"mooncake.cli.{MODULES.get(word, word)}")
+    commands: tuple[Command, ...] = module.COMMANDS
+    return tuple(each for each in commands if each.words.split()[0] == word)
 
 
 def describe() -> list[Command]:

@@ -1,4 +1,6 @@
-"""`mooncake status` shows the workers, gateways and load of a server, as tables or JSON."""
+"""`mooncake status` shows the workers, gateways and load of a server, as tables or JSON. `mooncake
+top` is `mooncake status --watch` under the name that people look for.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +48,11 @@ class Status(ServerAddress):
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Top(ServerAddress):
+    interval: float = setting(2.0, positive, "output", "S", "seconds between two questions")
+
+
 def show(wanted: Status) -> int:
     """Print the status of a server; with `watch`, again and again."""
     client, console = Client(wanted.url, wanted.api_key), Console(markup=False)
@@ -66,6 +73,11 @@ def show(wanted: Status) -> int:
             rates.take(answer.get("workers", []), time.monotonic())
             _show(answer, console, as_json=wanted.json, rates=rates)
         time.sleep(wanted.watch)
+
+
+def show_again(wanted: Top) -> int:
+    """Show the workers until Ctrl-C."""
+    return show(Status(url=wanted.url, api_key=wanted.api_key, watch=wanted.interval))
 
 
 def _clear(console: Console, *, as_json: bool) -> None:
@@ -274,5 +286,11 @@ COMMANDS = (
     Command(
         words="status", summary="show workers, pool and load", settings=Status, run=show,
         examples="mooncake status\nmooncake status --json | jq '.workers[].pid'",
+    ),
+    Command(
+        words="top", summary="show what each worker does, again and again",
+        settings=Top, run=show_again, examples="mooncake top\nmooncake top --interval 0.5",
+        notes="Rates are those since the last question. Of an engine: tokens computed (new) and "
+        "found in caches\n(reused); of a pool node: blocks stored (new) and read (reused).",
     ),
 )  # fmt: skip

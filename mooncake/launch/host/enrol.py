@@ -19,10 +19,12 @@ from mooncake.base import ConfigError, Forbidden, MooncakeError, Unavailable, Un
 from mooncake.identity.certificates import HostKey
 from mooncake.identity.credential import Credential, Keys, keys_in
 from mooncake.identity.enrolment import Enrolled, Question, checked_token, decode, encode, opened
+from mooncake.launch.config.options import count, setting, text, truth
 from mooncake.launch.host.credentials import read_secret, write_private
 from mooncake.launch.host.signer import PATH, PLACES
 
 CREDENTIAL = "credential"
+GROUP = "enrolment"
 TIMEOUT_S = 10.0
 AGAIN_S = 1.0
 MAX_ANSWER_BYTES = 1 << 20
@@ -31,29 +33,34 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Enrolment:
-    """The signer to ask, the process that asks, and the folder that keeps the answer."""
+    """The flags of `mooncake enrol`."""
 
-    signer: str
-    """URL, http://HOST:PORT."""
-    place: str
-    """One of `signer.PLACES`."""
-    token_file: str
-    out: str
-    address: str | None
-    """Address at which others reach this process; None: the one that the signer sees."""
-    renew: bool
-    """True: only prolong the credential, with the same keys; running processes continue with it."""
+    # fmt: off
+    signer: str = setting("", text, GROUP, "URL",
+        "where `mooncake signer` listens, http://HOST:PORT", required=True)
+    place: str = setting("", text, GROUP, "ROLE",
+        "role of this process: head, gateway, prefill, decode or kvstore", required=True)
+    token_file: str = setting("", text, GROUP, "FILE",
+        "file with the token of this role", required=True)
+    out: str = setting("", text, GROUP, "DIR", "folder for the files", required=True)
+    address: str | None = setting(None, text, GROUP, "HOST",
+        "address at which others reach this process; fail if the signer sees another one")
+    wait: int = setting(0, count(0), GROUP, "S",
+        "seconds to wait for a signer that does not answer")
+    renew: bool = setting(False, truth, GROUP, "",
+        "only prolong the credential that is in --out", switch=True)
+    # fmt: on
 
 
-def enrol(wanted: Enrolment, limit_s: float = 0.0) -> Credential:
+def enrol(wanted: Enrolment) -> Credential:
     """Ask the signer, write the files and return the credential. While nobody answers it asks
-    again, for `limit_s`.
+    again, for `wait` seconds.
 
     Raises:
         Unavailable: no signer answers.
         MooncakeError: it refuses, or sees this process at another address.
     """
-    end_s = time.monotonic() + limit_s
+    end_s = time.monotonic() + wanted.wait
     told = False
     while True:
         try:
@@ -62,7 +69,7 @@ def enrol(wanted: Enrolment, limit_s: float = 0.0) -> Credential:
             if time.monotonic() > end_s:
                 raise
             if not told:
-                _log.warning("%s; trying again for up to %.0f s", problem.message, limit_s)
+                _log.warning("%s; trying again for up to %d s", problem.message, wanted.wait)
             told = True
             time.sleep(AGAIN_S)
 

@@ -29,6 +29,7 @@ from mooncake.identity.enrolment import (
     encode,
     sealed_to,
 )
+from mooncake.launch.config.options import count, number, positive, setting, text
 from mooncake.launch.host.credentials import read_secret
 from mooncake.launch.host.health import probe_routes
 from mooncake.launch.host.http_server import Answer, HttpServer, Request, Route, error
@@ -48,27 +49,32 @@ PLACES: Mapping[str, CredentialRole] = {
 """What each kind of process may do. The head is Ray's and needs only a certificate."""
 
 
+GROUP = "signer"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SignerSettings:
-    """The address of a signer, and the files that it signs with."""
+    """The flags of `mooncake signer`."""
 
-    host: str
-    port: int
-    secret_file: str
-    tokens: str
-    """A folder with one file for each place, which holds the place's token. Only these places
-    exist.
-    """
-    authority: str | None
-    """A folder with `ca.pem` and `ca-key.pem`; None: no certificates for TLS."""
-    name_prefix: str
-    """Text before the place in the host name of a certificate. Empty: certificates hold only
-    addresses.
-    """
-    lifetime_s: float
-    """How long a credential is valid."""
-    certificate_days: float | None
-    """How long a certificate is valid; None: as long as the authority's."""
+    # fmt: off
+    cluster_secret_file: str = setting("", text, GROUP, "FILE",
+        "file with the cluster secret", required=True)
+    tokens: str = setting("", text, GROUP, "DIR",
+        "folder with a file for each role, which holds its token", required=True)
+    authority: str | None = setting(None, text, GROUP, "DIR",
+        "folder that `mooncake certificates authority` made; processes then also get a TLS "
+        "certificate")
+    name_prefix: str = setting("", text, GROUP, "TEXT",
+        "TLS certificates also name the host TEXT followed by the role")
+    hours: float = setting(24.0, positive, GROUP, "N", "hours that a credential is valid")
+    certificate_days: float | None = setting(None, number, GROUP, "N",
+        "days that a TLS certificate is valid (default: as long as the authority's own)")
+    host: str = setting("127.0.0.1", text, GROUP, "HOST", "address to listen on")
+    port: int = setting(8300, count(0), GROUP, "PORT", "port to listen on; 0: any free port")
+    audit_log: str | None = setting(None, text, GROUP, "PATH",
+        "file that records who got a credential and who was refused, one JSON object a line; -: "
+        "standard error")
+    # fmt: on
 
 
 class Signer:
@@ -81,7 +87,7 @@ class Signer:
             ConfigError: a secret, token or authority is missing, or the address cannot be bound.
         """
         self._settings = settings
-        read_secret(Path(settings.secret_file))
+        read_secret(Path(settings.cluster_secret_file))
         places = [place for place in PLACES if (Path(settings.tokens) / place).exists()]
         if not places:
             named = ", ".join(PLACES)
@@ -116,10 +122,10 @@ class Signer:
 
     def _enrolled(self, place: str, question: Question, address: str) -> Enrolled:
         settings = self._settings
-        secret, role = read_secret(Path(settings.secret_file)), PLACES[place]
+        secret, role = read_secret(Path(settings.cluster_secret_file)), PLACES[place]
         issued = certify(
             secret, f"{place} {address}", [role], question.keys,
-            expires_s=time.time() + settings.lifetime_s,
+            expires_s=time.time() + settings.hours * 3600.0,
         )  # fmt: skip
         joined = role is CredentialRole.GATEWAY
         listening = sealed_to(question.keys, listening_seed(secret)) if joined else b""

@@ -26,7 +26,7 @@ from mooncake.cli.main import make_parser
 from mooncake.crypto.keys import KeySource
 from mooncake.identity import own_credential
 from mooncake.launch.config import options
-from mooncake.launch.config.config import resolve
+from mooncake.launch.config.config import read_settings, resolve
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.enrol import Enrolment, enrol
 from mooncake.launch.host.health import PROBE_PATHS
@@ -552,10 +552,9 @@ def opened_signer(documents: list[dict[str, Any]], here: Path) -> Signer:
         (here / "tokens" / place).write_text(place.ljust(40, "t"))
     return Signer(
         SignerSettings(
-            host="127.0.0.1", port=0, secret_file=str(here / "secret"),
+            host="127.0.0.1", port=0, cluster_secret_file=str(here / "secret"),
             tokens=str(here / "tokens"), authority=str(here / "ca"),
-            name_prefix=given.name_prefix, lifetime_s=3600 * float(given.hours),
-            certificate_days=None,
+            name_prefix=given.name_prefix, hours=float(given.hours),
         )
     )  # fmt: skip
 
@@ -565,7 +564,7 @@ def asked_by(script: str) -> Enrolment:
     words = shlex.split(script.removeprefix("exec "))
     given = vars(make_parser().parse_args(words[1:]))
     names = {field.name for field in dataclasses.fields(Enrolment)}
-    return Enrolment(**{"renew": False, **{k: v for k, v in given.items() if k in names}})
+    return read_settings(Enrolment, {k: v for k, v in given.items() if k in names}, None, {})
 
 
 def moved(text: str, places: dict[str, str], host: Host) -> str:

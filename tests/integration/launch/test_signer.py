@@ -36,9 +36,9 @@ def settings(tmp_path: Path) -> SignerSettings:
         (tmp_path / "tokens" / place).write_text(f"{place} ".ljust(40, "t"))
     assert run_command(["certificates", "authority", "--out", str(tmp_path / "ca")]) == 0
     return SignerSettings(
-        host="127.0.0.1", port=0, secret_file=str(tmp_path / "secret"),
+        host="127.0.0.1", port=0, cluster_secret_file=str(tmp_path / "secret"),
         tokens=str(tmp_path / "tokens"), authority=str(tmp_path / "ca"), name_prefix="one-",
-        lifetime_s=3600.0, certificate_days=None,
+        hours=1.0,
     )  # fmt: skip
 
 
@@ -59,10 +59,7 @@ def signer(settings: SignerSettings) -> Iterator[Signer]:
 
 def wanted(signer: Signer, tmp_path: Path, place: str, **more: object) -> Enrolment:
     given = {"token_file": str(tmp_path / "tokens" / place), "address": "127.0.0.1", **more}
-    return Enrolment(
-        signer=signer.url, place=place, out=str(tmp_path / "own" / place),
-        **{"renew": False, **given},
-    )  # fmt: skip
+    return Enrolment(signer=signer.url, place=place, out=str(tmp_path / "own" / place), **given)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -180,7 +177,7 @@ def test_a_signer_that_is_away_is_waited_for_and_files_that_are_wrong_are_named(
 
 def test_the_commands_serve_and_end_in_good_order(settings: SignerSettings, tmp_path: Path) -> None:
     program = str(Path(sys.executable).parent / "mooncake")
-    words = ["--cluster-secret-file", settings.secret_file, "--tokens", settings.tokens]
+    words = ["--cluster-secret-file", settings.cluster_secret_file, "--tokens", settings.tokens]
     process = subprocess.Popen(
         [program, "signer", *words, "--port", "0", "--hours", "2"],
         stdout=subprocess.PIPE,

@@ -15,7 +15,6 @@ from mooncake.bench import serve
 from mooncake.cli import eval as evaluation
 from mooncake.cli import train
 from mooncake.launch.config.config import read_settings
-from mooncake.launch.config.eval_settings import Eval
 from mooncake.launch.config.shipped import configs
 from mooncake.launch.config.train_settings import Train
 from mooncake.tasks.mix import TASKS, evaluation_samples
@@ -130,7 +129,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch, right: bool, **given: Any) -> int
     monkeypatch.setattr(HttpClient, "request", request)
     monkeypatch.setattr(serve, "first_model", first_model)
     words = {"tasks": "sum", "num_samples": "5", **given}
-    return evaluation.run(read_settings(Eval, words, None, {}))
+    return evaluation.run(read_settings(evaluation.Eval, words, None, {}))
 
 
 def test_scores_are_shown_and_written(
