@@ -46,7 +46,7 @@ SUMMARIES = {
 """The first word of each command; the module of that name in this package has its `COMMANDS`, or
 that of `MODULES`.
 """
-MODULES = {"top": "status"}
+MODULES = {"enrol": "signer", "top": "status"}
 """The first words whose commands are in the module of another one."""
 
 EXIT_CODES = {

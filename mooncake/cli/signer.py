@@ -1,4 +1,6 @@
-"""`mooncake signer` gives processes credentials and certificates, so that they need no secret."""
+"""`mooncake signer` gives processes credentials and certificates, so that they need no secret;
+`mooncake enrol` is how a process asks for them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import sys
 import threading
 
 from mooncake.cli.command import Command
+from mooncake.launch.host.enrol import CREDENTIAL, Enrolment, enrol
 from mooncake.launch.host.signer import Signer, SignerSettings
 
 EXAMPLES = """\
@@ -18,6 +21,16 @@ token (`openssl rand -hex 32`). A process that has the token of a role gets a cr
 role and of no other. Neither tokens nor private keys travel: requests are signed with the token.
 Give each machine only the tokens of its roles. The cluster secret and the authority's key stay on
 the signer's machine. Files are read again for each request: changes count at once."""
+ENROL_EXAMPLES = """\
+mooncake enrol --signer http://10.0.0.2:8300 --place decode --token-file token --out own
+mooncake serve DIR --role decode --join 10.0.0.1:6400 --cluster-secret-file own/credential
+mooncake enrol --signer http://10.0.0.2:8300 --place decode --token-file token --out own --renew
+"""
+ENROL_NOTES = """\
+The folder of --out gets `credential`, and `cert.pem`, `key.pem` and `ca.pem` if the signer has an
+authority. Private keys are made here and never leave this machine. --renew keeps them: processes
+that were started with the file in --cluster-secret-file read the new credential within seconds.
+Renew it well before it expires."""
 
 
 def run(wanted: SignerSettings) -> int:
@@ -37,9 +50,20 @@ def run(wanted: SignerSettings) -> int:
     return 0
 
 
+def run_enrol(wanted: Enrolment) -> int:
+    """Write the files."""
+    credential = enrol(wanted)
+    print(f"{wanted.out}/{CREDENTIAL}: {credential.certificate.name}")
+    return 0
+
+
 COMMANDS = (
     Command(
         words="signer", summary="give processes credentials and certificates of their role",
         examples=EXAMPLES, notes=NOTES, settings=SignerSettings, run=run,
+    ),
+    Command(
+        words="enrol", summary="get this process' credential and certificate from a signer",
+        examples=ENROL_EXAMPLES, notes=ENROL_NOTES, settings=Enrolment, run=run_enrol,
     ),
 )  # fmt: skip

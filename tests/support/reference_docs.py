@@ -140,6 +140,7 @@ def metrics() -> list[str]:
         "Also of a pool node's `--admin-port`. Besides these there are the `process_` series that "
         "Prometheus' own client has for memory, CPU time and descriptors.", "",
     ]  # fmt: skip
+    nodes = {name: text for name, (text, _) in pool_metrics.GAUGES.items()}
     tenants = {name: text for name, (text, _) in pool_metrics.TENANT_GAUGES.items()}
     links = {name: text for name, (text, _) in worker_metrics.LINK_COUNTS.items()}
     slices = {"slice_seconds": "time from posting a slice to its arrival"}
@@ -153,7 +154,7 @@ def metrics() -> list[str]:
         *_of_node("", "gauge", whose, dict([stuck])),
         *_of_node("worker_", "gauge", whose, engines),
         *_of_node("worker_", "counter", [*whose, "name"], counts),
-        *_of_node("pool_", "gauge", ["worker"], pool_metrics.GAUGES),
+        *_of_node("pool_", "gauge", ["worker"], nodes),
         *_of_node("pool_", "gauge", ["worker", "tenant", "tier"], tenants),
         *_of_node("pool_", "counter", ["worker"], COUNTERS),
         *_of_node("transfer_", "counter", worker_metrics.LINK_LABELS, links),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from operator import itemgetter, methodcaller
+from operator import methodcaller
 from typing import Any
 
 import msgspec
@@ -13,29 +13,38 @@ from mooncake.base.pool_messages import DrainProgress, PoolState, TenantUse
 from mooncake.kvstore.node.blocks import COUNTERS
 from mooncake.launch.host.families import families
 
-GAUGES = {
-    "dram_blocks": "blocks that fit into DRAM",
-    "dram_blocks_free": "DRAM blocks that are free",
-    "dram_blocks_stored": "DRAM blocks that are complete and readable",
-    "dram_blocks_pinned": "DRAM blocks that are being read",
-    "dram_blocks_quarantined": "DRAM blocks that lost workers may still write to",
-    "dram_blocks_hard_pinned": "DRAM blocks that are never evicted",
-    "dram_blocks_soft_pinned": "DRAM blocks that are evicted last",
-    "dram_blocks_kept": "DRAM blocks that stay for a time, because requests asked for it",
-    "ssd_blocks": "blocks that fit onto the disks",
-    "ssd_blocks_stored": "blocks on disks that are readable",
-    "object_blocks_known": "blocks in the bucket that the node may read",
-    "block_bytes": "bytes of a block",
-    "reads_open": "reads that peers have open",
-    "puts_open": "puts that peers have open",
-    "draining": "1 if the node drains and accepts nothing new",
-    "drained": "1 if the process may be ended",
-    "drain_blocks_copied": "blocks of a draining node that others have taken over",
-    "drain_blocks_elsewhere": "blocks of a draining node that others held already",
-    "drain_blocks_left": "blocks of a draining node that only it holds",
-    "drain_blocks_left_on_ssd": "blocks in drain_blocks_left that are on a disk",
-}
-"""Name of a figure of a node -> its help text."""
+GAUGES: dict[str, tuple[str, Callable[[PoolState], float]]] = {
+    "dram_blocks": ("blocks that fit into DRAM", lambda of: of.load.num_total_blocks),
+    "dram_blocks_free": ("DRAM blocks that are free", lambda of: of.load.num_free_blocks),
+    "dram_blocks_stored": ("DRAM blocks that are complete and readable",
+        lambda of: of.load.num_cached_blocks),
+    "dram_blocks_pinned": ("DRAM blocks that are being read", lambda of: of.num_pinned),
+    "dram_blocks_quarantined": ("DRAM blocks that lost workers may still write to",
+        lambda of: of.num_quarantined),
+    "dram_blocks_hard_pinned": ("DRAM blocks that are never evicted",
+        lambda of: of.num_hard_pinned),
+    "dram_blocks_soft_pinned": ("DRAM blocks that are evicted last", lambda of: of.num_soft_pinned),
+    "dram_blocks_kept": ("DRAM blocks that stay for a time, because requests asked for it",
+        lambda of: of.num_kept),
+    "ssd_blocks": ("blocks that fit onto the disks", lambda of: of.num_ssd_blocks),
+    "ssd_blocks_stored": ("blocks on disks that are readable", lambda of: of.num_ssd_stored),
+    "object_blocks_known": ("blocks in the bucket that the node may read",
+        lambda of: of.num_objects_known),
+    "block_bytes": ("bytes of a block", lambda of: of.block_bytes),
+    "reads_open": ("reads that peers have open", lambda of: of.load.num_running),
+    "puts_open": ("puts that peers have open", lambda of: of.load.num_waiting),
+    "draining": ("1 if the node drains and accepts nothing new", lambda of: int(of.draining)),
+    "drained": ("1 if the process may be ended", lambda of: int(of.drained)),
+    "drain_blocks_copied": ("blocks of a draining node that others have taken over",
+        lambda of: _drain(of).num_copied),
+    "drain_blocks_elsewhere": ("blocks of a draining node that others held already",
+        lambda of: _drain(of).num_elsewhere),
+    "drain_blocks_left": ("blocks of a draining node that only it holds",
+        lambda of: _drain(of).num_left),
+    "drain_blocks_left_on_ssd": ("blocks in drain_blocks_left that are on a disk",
+        lambda of: _drain(of).num_left_on_ssd),
+}  # fmt: skip
+"""Name of a figure of a node -> its help text, and how its value is read."""
 TENANT_GAUGES: dict[str, tuple[str, Callable[[TenantUse], float]]] = {
     "tenant_blocks": ("blocks of a tenant with a quota", lambda use: use.num_blocks),
     "tenant_quota_blocks": ("most blocks that the tenant may have", lambda use: use.max_blocks),
@@ -43,31 +52,13 @@ TENANT_GAUGES: dict[str, tuple[str, Callable[[TenantUse], float]]] = {
 """Name of a figure of a tenant in one tier -> its help text, and how its value is read."""
 
 
+def _drain(state: PoolState) -> DrainProgress:
+    return state.drain or DrainProgress(over=False)
+
+
 def figures(state: PoolState) -> dict[str, float]:
     """Return the values of `GAUGES` for a node."""
-    load, drain = state.load, state.drain or DrainProgress(over=False)
-    return {
-        "dram_blocks": load.num_total_blocks,
-        "dram_blocks_free": load.num_free_blocks,
-        "dram_blocks_stored": load.num_cached_blocks,
-        "dram_blocks_pinned": state.num_pinned,
-        "dram_blocks_quarantined": state.num_quarantined,
-        "dram_blocks_hard_pinned": state.num_hard_pinned,
-        "dram_blocks_soft_pinned": state.num_soft_pinned,
-        "dram_blocks_kept": state.num_kept,
-        "ssd_blocks": state.num_ssd_blocks,
-        "ssd_blocks_stored": state.num_ssd_stored,
-        "object_blocks_known": state.num_objects_known,
-        "block_bytes": state.block_bytes,
-        "reads_open": load.num_running,
-        "puts_open": load.num_waiting,
-        "draining": int(state.draining),
-        "drained": int(state.drained),
-        "drain_blocks_copied": drain.num_copied,
-        "drain_blocks_elsewhere": drain.num_elsewhere,
-        "drain_blocks_left": drain.num_left,
-        "drain_blocks_left_on_ssd": drain.num_left_on_ssd,
-    }
+    return {name: value_of(state) for name, (_, value_of) in GAUGES.items()}
 
 
 def document(state: PoolState) -> dict[str, Any]:
@@ -100,8 +91,7 @@ def fate(drain: DrainProgress) -> str:
 def node_families(state: PoolState) -> Iterator[Metric]:
     """Yield the figures of a node, of its tenants, and its counters."""
     worker, labels = [state.store.worker_id], ["worker"]
-    gauges = {name: (text, itemgetter(name)) for name, text in GAUGES.items()}
-    yield from families(GaugeMetricFamily, "pool_", gauges, labels, [(worker, figures(state))])
+    yield from families(GaugeMetricFamily, "pool_", GAUGES, labels, [(worker, state)])
     tenants = [((*worker, use.tenant, use.tier.value), use) for use in state.tenants]
     labels_of_tenants = [*labels, "tenant", "tier"]
     yield from families(GaugeMetricFamily, "pool_", TENANT_GAUGES, labels_of_tenants, tenants)

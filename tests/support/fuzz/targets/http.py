@@ -22,8 +22,8 @@ from mooncake.base import InvalidRequest, SeededIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import cluster_keys
 from mooncake.launch.host.credentials import RequestVerifier
-from mooncake.launch.host.guard import Guard
 from mooncake.launch.host.http_server import Answer, HttpServer, Route, _handler, document
+from mooncake.launch.pool_node.admin import Guard
 from tests.support.api.server import ScriptedBackend, says, tiny_model
 from tests.support.fuzz.target import Shape, Target, pieces_of
 
@@ -249,7 +249,7 @@ class PoolAdminHttp(Target):
 
     name = "pool-admin"
     modules = (
-        "mooncake.launch.host.http_server", "mooncake.launch.host.guard",
+        "mooncake.launch.host.http_server", "mooncake.launch.pool_node.admin",
         "mooncake.launch.host.credentials",
     )  # fmt: skip
     max_bytes = 131_072
