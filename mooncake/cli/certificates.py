@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from mooncake.base import ConfigError
 from mooncake.cli.command import Command
-from mooncake.launch.config.options import number, setting, text, texts, truth
-from mooncake.launch.host.credentials import write_private
+from mooncake.launch.config.options import above_zero, setting, text, texts, truth
+from mooncake.launch.host.credentials import write_files
 
 if TYPE_CHECKING:
     from mooncake.identity.certificates import Pem
@@ -39,9 +39,9 @@ class Authority:
     out: str = setting("", text, "files", "DIR",
         "directory to write the authority to", required=True)
     name: str = setting("mooncake", text, "certificate", "NAME", "name of the authority")
-    days: float = setting(3650.0, number, "certificate", "N",
+    days: float = setting(3650.0, above_zero, "certificate", "N",
         "days that the authority is valid from now")
-    json: bool = setting(False, truth, "output", "", "print what was made as JSON", switch=True)
+    json: bool = setting(False, truth, "output", "", "print what was made as JSON")
     # fmt: on
 
 
@@ -54,9 +54,9 @@ class Host:
     name: tuple[str, ...] = setting((), texts, "certificate", "NAME",
         "address or name by which others reach the host; may be repeated; 127.0.0.1 and localhost "
         "are added", repeat=True, required=True)
-    days: float | None = setting(None, number, "certificate", "N",
+    days: float | None = setting(None, above_zero, "certificate", "N",
         "days that the certificate is valid from now (default: as long as the authority's)")
-    json: bool = setting(False, truth, "output", "", "print what was made as JSON", switch=True)
+    json: bool = setting(False, truth, "output", "", "print what was made as JSON")
     # fmt: on
 
 
@@ -70,9 +70,8 @@ def authority(wanted: Authority) -> int:
             f"out: {place / CA_KEY} exists already; certificates that it signed would be invalid "
             "with a new one; name another directory"
         )
-    _check_days(wanted.days)
     made = make_authority(wanted.name, wanted.days)
-    _write(place, {CA_CERTIFICATE: made.certificate, CA_KEY: made.key})
+    write_files(place, {CA_CERTIFICATE: made.certificate, CA_KEY: made.key})
     _tell(made, [place / CA_CERTIFICATE, place / CA_KEY], wanted.json)
     return 0
 
@@ -89,26 +88,11 @@ def host(wanted: Host) -> int:
             f"authority: {source} has no {CA_CERTIFICATE} and {CA_KEY} ({error}); "
             "`mooncake certificates authority` makes them"
         ) from error
-    _check_days(wanted.days)
     made = make_host_certificate(signer, wanted.name, wanted.days)
     files = {CERTIFICATE: made.certificate, KEY: made.key, CA_CERTIFICATE: signer.certificate}
-    _write(place, files)
+    write_files(place, files)
     _tell(made, [place / name for name in files], wanted.json)
     return 0
-
-
-def _check_days(days: float | None) -> None:
-    if days is not None and not days > 0:
-        raise ConfigError(f"days: must be more than 0, not {days:g}")
-
-
-def _write(place: Path, files: dict[str, str]) -> None:
-    try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name, content in files.items():
-            write_private(place / name, content)
-    except OSError as error:
-        raise ConfigError(f"out: cannot write {place}: {error.strerror}") from error
 
 
 def _tell(made: Pem, files: list[Path], as_json: bool) -> None:

@@ -46,7 +46,6 @@ class Chat(ServerAddress):
         TOOLS,
         "",
         "let the model use a clock and a calculator, and read the cluster's status and --folder",
-        switch=True,
     )
     folder: str = setting(".", text, TOOLS, "DIR", "folder whose files --tools may list and read")
 
@@ -183,7 +182,7 @@ def talk(wanted: Chat, *, read: Callable[[str], str] = input, out: TextIO | None
 
 COMMANDS = (
     Command(
-        words="chat", summary="talk to a server in the terminal", settings=Chat, run=talk,
+        words="chat", settings=Chat, run=talk,
         examples="mooncake chat\nmooncake chat --tools --folder docs\n"
         "mooncake chat --url http://10.0.0.7:8000 --max-tokens 300 "
         '--system "You answer in one sentence."',

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mooncake.base import ConfigError
 from mooncake.base.rights import CredentialRole
 from mooncake.cli.command import Command
 from mooncake.launch.config.cluster_file import (
@@ -23,8 +22,8 @@ from mooncake.launch.config.cluster_file import (
     SECRET,
     read_cluster_file,
 )
-from mooncake.launch.config.options import bracketed, number, setting, text
-from mooncake.launch.host.credentials import read_secret, write_private
+from mooncake.launch.config.options import above_zero, bracketed, setting, text
+from mooncake.launch.host.credentials import read_secret, write_private, writing
 
 if TYPE_CHECKING:
     from mooncake.identity import Keys
@@ -49,7 +48,7 @@ class Init:
         positional=True, required=True)
     out: str | None = setting(None, text, "files", "DIR",
         "folder in which each machine gets a folder (default: FILE without its ending)")
-    days: float = setting(3650.0, number, "certificates", "N",
+    days: float = setting(3650.0, above_zero, "certificates", "N",
         "number of days for which the authority, its certificates and the credentials are valid")
     # fmt: on
 
@@ -67,10 +66,8 @@ def init(wanted: Init) -> int:
     from mooncake.identity.credential import issue
 
     cluster = read_cluster_file(wanted.file)
-    if not wanted.days > 0:
-        raise ConfigError(f"days: must be more than 0, not {wanted.days:g}")
     place = Path(wanted.out) if wanted.out else cluster.path.with_suffix("")
-    try:
+    with writing(place):
         safe = place / SAFE
         safe.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (safe / SECRET).exists():
@@ -108,8 +105,6 @@ def init(wanted: Init) -> int:
                 (folder / stale).unlink(missing_ok=True)
             write_private(folder / AUTHORITY, authority.certificate)
             shutil.copyfile(cluster.path, folder / cluster.path.name)
-    except OSError as error:
-        raise ConfigError(f"out: cannot write {place}: {error.strerror}") from error
     print(f"copy each folder to its machine, and keep {safe} off them:")
     there = cluster.path.stem
     for machine in cluster.machines:

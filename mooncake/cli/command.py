@@ -40,7 +40,8 @@ class Command:
 
     words: str
     """The words after `mooncake`: "bench serve"."""
-    summary: str
+    summary: str = ""
+    """Empty: that of the first word (`registry.SUMMARIES`)."""
     examples: str
     """One line each."""
     notes: str = ""

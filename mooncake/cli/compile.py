@@ -57,7 +57,7 @@ class Compile:
         "compile the kernels of this GPU (its SXM form); without it the code of CPUs is compiled")
     output: str = setting("", text, RESULT, "DIR",
         "directory to write to; what it has already is kept", required=True)
-    json: bool = setting(False, truth, RESULT, "", "print what was made as JSON", switch=True)
+    json: bool = setting(False, truth, RESULT, "", "print what was made as JSON")
     # fmt: on
 
 
@@ -165,9 +165,7 @@ def _launch_all(plan: ServePlan, config: ServeConfig) -> None:
 
 COMMANDS = (
     Command(
-        words="compile",
-        summary="compile kernels ahead of time, for other machines' GPUs or for CPUs",
-        settings=Compile, run=run, own_read=read, takes_file=True, notes=NOTES,
+        words="compile", settings=Compile, run=run, own_read=read, takes_file=True, notes=NOTES,
         examples="mooncake compile kimi-k2-thinking --tensor-parallel-size 8 --gpu h200 \\\n"
         "    --output /cache\n"
         "mooncake compile /models/k2 --config configs/serve/k2-h200-tp8.yaml --gpu h200 \\\n"

@@ -110,8 +110,7 @@ def _print(words: Iterable[str]) -> str:
 
 COMMANDS = (
     Command(
-        words="completion", summary="print a script that completes commands in bash or zsh",
-        settings=Completion, run=run,
+        words="completion", settings=Completion, run=run,
         examples="source <(mooncake completion bash)\n"
         "mooncake completion bash > ~/.local/share/bash-completion/completions/mooncake\n"
         "source <(mooncake completion zsh)",

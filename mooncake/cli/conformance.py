@@ -56,8 +56,7 @@ class Conformance:
     kv_gauge: str | None = setting(None, text, SERVER, "NAME",
         "gauge in /metrics of the KV in use (default: those of Mooncake, vLLM and SGLang)")
     processes: bool = setting(False, truth, PROCESSES, "",
-        "also kill, stop and replace processes of the server, which must run on this machine",
-        switch=True)
+        "also kill, stop and replace processes of the server, which must run on this machine")
     prefill_pid: tuple[int, ...] = setting((), counts, PROCESSES, "PID,…",
         "prefill processes (default: those that a Mooncake server names)")
     decode_pid: tuple[int, ...] = setting((), counts, PROCESSES, "PID,…", "decode processes")
@@ -78,8 +77,7 @@ class Conformance:
         "seconds after which a handle of --prefill-url has expired")
     seed: int | None = setting(None, count(0), CHECK, "N",
         "seed of the prompts (default: random, so that no cache knows them)")
-    json: bool = setting(False, truth, RESULT, "", "print one JSON document instead of lines",
-        switch=True)
+    json: bool = setting(False, truth, RESULT, "", "print one JSON document instead of lines")
     # fmt: on
 
 
@@ -177,9 +175,7 @@ def _document(url: str, model: str, seed: int, verdicts: Sequence[Verdict]) -> d
 
 COMMANDS = (
     Command(
-        words="conformance",
-        summary="check a server for faults that users of disaggregated servers report",
-        settings=Conformance, run=run, takes_file=True,
+        words="conformance", settings=Conformance, run=run, takes_file=True,
         examples="mooncake conformance\n"
         "mooncake conformance --base-url http://10.0.0.7:8000 --checks aborts,cold-warm --json\n"
         "mooncake conformance --other-url http://127.0.0.1:8001 --processes --stop-s 20\n"

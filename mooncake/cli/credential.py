@@ -11,7 +11,7 @@ from pathlib import Path
 from mooncake.base import ConfigError
 from mooncake.base.rights import CredentialRole
 from mooncake.cli.command import Command
-from mooncake.launch.config.options import SomeOf, number, same_as, setting, text, truth
+from mooncake.launch.config.options import SomeOf, above_zero, same_as, setting, text, truth
 from mooncake.launch.config.settings import ServeConfig
 
 HOLDER = "holder"
@@ -31,11 +31,11 @@ class Wanted:
     tenant: str | None = setting(None, text, HOLDER, "NAME",
         "tenant whose blocks a pool client reads and writes")
     all_tenants: bool = setting(False, truth, HOLDER, "",
-        "let a pool client read and write the blocks of all tenants",
-        switch=True)
+        "let a pool client read and write the blocks of all tenants")
     name: str | None = setting(None, text, HOLDER, "NAME",
         "name in logs and refusals (default: its role and tenant)")
-    days: float = setting(365.0, number, HOLDER, "N", "days that the credential is valid from now")
+    days: float = setting(365.0, above_zero, HOLDER, "N",
+        "days that the credential is valid from now")
     out: str | None = setting(None, text, HOLDER, "FILE",
         "file to write, for this user alone (default: print it)")
     cluster_secret: str | None = same_as(ServeConfig, "cluster_secret", "cluster")
@@ -47,7 +47,7 @@ def make(wanted: Wanted) -> int:
     """Write a credential."""
     from mooncake.identity import issue
     from mooncake.identity.credential import PREFIX
-    from mooncake.launch.host.credentials import write_private
+    from mooncake.launch.host.credentials import write_private, writing
 
     roles = [CredentialRole(role) for role in wanted.role]
     _check(wanted, roles)
@@ -64,17 +64,13 @@ def make(wanted: Wanted) -> int:
     if wanted.out is None:
         print(credential.text)
         return 0
-    try:
+    with writing(wanted.out):
         write_private(Path(wanted.out), credential.text + "\n")
-    except OSError as error:
-        raise ConfigError(f"out: cannot write {wanted.out}: {error.strerror}") from error
     return 0
 
 
 def _check(wanted: Wanted, roles: list[CredentialRole]) -> None:
     is_client = CredentialRole.POOL_CLIENT in roles
-    if not wanted.days > 0:
-        raise ConfigError(f"days: must be more than 0, not {wanted.days:g}")
     if is_client and (wanted.tenant is None) != wanted.all_tenants:
         raise ConfigError(
             "tenant: a pool client needs one tenant or all of them; give --tenant NAME or "
@@ -94,7 +90,6 @@ def _check(wanted: Wanted, roles: list[CredentialRole]) -> None:
 
 COMMANDS = (
     Command(
-        words="credential", summary="make a credential with fewer rights than the cluster secret",
-        examples=EXAMPLES, settings=Wanted, run=make,
+        words="credential", examples=EXAMPLES, settings=Wanted, run=make,
     ),
 )  # fmt: skip

@@ -32,7 +32,7 @@ class Doctor:
     labels: tuple[str, ...] = setting((), options.labels, "cluster", "KEY=VALUE,...",
         "labels of this machine; it is the one in the file all of whose labels are among them",
         env="MOONCAKE_LABELS")
-    json: bool = setting(False, truth, "output", "", "print what was found as JSON", switch=True)
+    json: bool = setting(False, truth, "output", "", "print what was found as JSON")
     bundle: str | None = setting(None, text, "output", "FILE",
         "write the result, the cluster's settings and facts of the machine to a new tar.gz, "
         "without secrets")
@@ -58,7 +58,6 @@ def run(wanted: Doctor) -> int:
 
 COMMANDS = (
     Command(
-        words="doctor", summary="check a machine: driver, NICs, limits, clock, peers, disks",
-        examples=EXAMPLES, notes=NOTES, settings=Doctor, run=run,
+        words="doctor", examples=EXAMPLES, notes=NOTES, settings=Doctor, run=run,
     ),
 )  # fmt: skip

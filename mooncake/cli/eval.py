@@ -130,8 +130,7 @@ def _share(value: float | None) -> str:
 
 COMMANDS = (
     Command(
-        words="eval", summary="count right answers of an OpenAI endpoint", settings=Eval, run=run,
-        takes_file=True,
+        words="eval", settings=Eval, run=run, takes_file=True,
         examples="mooncake eval --num-samples 200 --json scores.json\n"
         "mooncake eval --base-url http://10.0.0.7:8000 --tasks sum,call "
         "--at-least sum=0.95",

@@ -34,7 +34,7 @@ class Explain(ServerAddress):
     # fmt: off
     name: str = setting("", text, "call", "REQUEST_ID", "its receipt, or the id of its answer",
         positional=True, required=True)
-    json: bool = setting(False, truth, "output", "", "print what the server answers", switch=True)
+    json: bool = setting(False, truth, "output", "", "print what the server answers")
     bundle: str | None = setting(None, text, "output", "FILE",
         "write the facts of its placements here, for `mooncake simulate --replay`")
     # fmt: on
@@ -213,8 +213,7 @@ def _parts(counts: dict[str, int]) -> str:
 
 COMMANDS = (
     Command(
-        words="explain", summary="say which workers a call had, why, and where its time went",
-        settings=Explain, run=explain, notes=NOTES,
+        words="explain", settings=Explain, run=explain, notes=NOTES,
         examples="mooncake explain gateway-1b2c3d4e\n"
         "mooncake explain chatcmpl-6f1c --json | jq '.sequences[].attempts'\n"
         "mooncake explain gateway-1b2c3d4e --bundle bundle.json",

@@ -105,8 +105,7 @@ class Verify:
     model: str = setting("", text, OUT, "DIR", "a checkpoint", positional=True, required=True)
     digests: str = setting("", text, OUT, "FILE",
         "list of the files' digests, as `sha256sum` prints it", required=True)
-    without_weights: bool = setting(False, truth, OUT, "", "allow files of weights to be missing",
-        switch=True)
+    without_weights: bool = setting(False, truth, OUT, "", "allow files of weights to be missing")
     # fmt: on
 
 

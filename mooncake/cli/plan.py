@@ -97,9 +97,7 @@ def _live(wanted: Plan) -> int:
 
 COMMANDS = (
     Command(
-        words="plan",
-        summary="find the smallest cluster for a trace and limits, or for the load now",
-        settings=Plan, run=run, takes_file=True,
+        words="plan", settings=Plan, run=run, takes_file=True,
         examples="mooncake plan --trace trace.jsonl --model llama3-70b --hardware a800x8 \\\n"
         "    --slo-ttft-s 30 --slo-tbt-ms 100\n"
         "mooncake plan --live --url http://127.0.0.1:8000",

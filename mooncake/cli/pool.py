@@ -19,6 +19,7 @@ from mooncake.base import ConfigError, MooncakeError, format_bytes
 from mooncake.cli.command import Command
 from mooncake.launch.config.options import count, number, same_as, setting, text, texts, truth
 from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host.credentials import writing
 
 DEFAULT_URL = "http://127.0.0.1:8100"
 DRAIN_POLL_S = 0.1
@@ -81,13 +82,13 @@ class Node:
         "authorities that sign the node's certificate (default: those that this machine trusts)")
     ssl_certfile: str | None = setting(None, text, NODE, "FILE",
         "own certificate and key, if the node asks for one")
-    json: bool = setting(False, truth, NODE, "", "print one JSON document", switch=True)
+    json: bool = setting(False, truth, NODE, "", "print one JSON document")
     # fmt: on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats(Node):
-    all: bool = setting(False, truth, NODE, "", "show all nodes of the pool", switch=True)
+    all: bool = setting(False, truth, NODE, "", "show all nodes of the pool")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,7 +146,7 @@ class Names(Tenant):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pin(Names):
-    hard: bool = setting(False, truth, VALUE, "", "never evict them; there is a limit", switch=True)
+    hard: bool = setting(False, truth, VALUE, "", "never evict them; there is a limit")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,10 +247,8 @@ def _get(wanted: Get) -> int:
     if wanted.out is None:
         sys.stdout.buffer.write(data)
         return 0
-    try:
+    with writing(wanted.out):
         Path(wanted.out).write_bytes(data)
-    except OSError as error:
-        raise ConfigError(f"out: cannot write {wanted.out}: {error.strerror}") from error
     _print(wanted, {"name": what, "num_bytes": len(data), "file": wanted.out},
           f"{wanted.out}: {format_bytes(len(data))}")  # fmt: skip
     return 0

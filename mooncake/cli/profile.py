@@ -48,7 +48,7 @@ class Profile:
     out: str | None = setting(
         None, text, RESULT, "FILE", "write the samples and the fit to this file"
     )
-    json: bool = setting(False, truth, RESULT, "", "print what --out writes", switch=True)
+    json: bool = setting(False, truth, RESULT, "", "print what --out writes")
 
 
 def run(wanted: Profile) -> int:
@@ -138,8 +138,7 @@ def _show(found: Fit, title: str, console: Console) -> None:
 
 COMMANDS = (
     Command(
-        words="profile", summary="time an engine's steps here and fit the cost model",
-        settings=Profile, run=run,
+        words="profile", settings=Profile, run=run,
         examples="mooncake profile checkpoints/k2-small\n"
         "mooncake profile checkpoints/k2-small --num-threads 2 --out this-machine.json --json",
     ),

@@ -78,7 +78,6 @@ def run(wanted: Ranks) -> int:
 
 COMMANDS = (
     Command(
-        words="ranks", summary="compute stages of engines that other machines lead",
-        examples=EXAMPLES, notes=NOTES, settings=Ranks, run=run,
+        words="ranks", examples=EXAMPLES, notes=NOTES, settings=Ranks, run=run,
     ),
 )  # fmt: skip

@@ -10,6 +10,7 @@ settings that the command line and configuration files are read by:
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 
 from mooncake.cli.command import Command
@@ -65,7 +66,11 @@ def commands_of(word: str) -> tuple[Command, ...]:
     """Return the commands whose first word is `word`; imports what they need to be parsed."""
     module = importlib.import_module(f"mooncake.cli.{MODULES.get(word, word)}")
     commands: tuple[Command, ...] = module.COMMANDS
-    return tuple(each for each in commands if each.words.split()[0] == word)
+    return tuple(
+        dataclasses.replace(each, summary=each.summary or SUMMARIES[word])
+        for each in commands
+        if each.words.split()[0] == word
+    )
 
 
 def describe() -> list[Command]:

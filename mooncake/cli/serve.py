@@ -75,7 +75,7 @@ def _check_kernels() -> int:
 
 COMMANDS = (
     Command(
-        words="serve", summary="serve a checkpoint", examples=EXAMPLES, settings=ServeConfig,
-        run=run, takes_file=True, own_read=resolve, common=COMMON, common_examples=4,
+        words="serve", examples=EXAMPLES, settings=ServeConfig, run=run, takes_file=True,
+        own_read=resolve, common=COMMON, common_examples=4,
     ),
 )  # fmt: skip

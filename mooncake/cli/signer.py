@@ -9,8 +9,7 @@ import sys
 import threading
 
 from mooncake.cli.command import Command
-from mooncake.launch.host.enrol import CREDENTIAL, Enrolment, enrol
-from mooncake.launch.host.signer import Signer, SignerSettings
+from mooncake.launch.enrolment import CREDENTIAL, Enrolment, Signer, SignerSettings, enrol
 
 EXAMPLES = """\
 mooncake signer --cluster-secret-file secret --tokens tokens --authority ca --host 10.0.0.2
@@ -59,11 +58,10 @@ def run_enrol(wanted: Enrolment) -> int:
 
 COMMANDS = (
     Command(
-        words="signer", summary="give processes credentials and certificates of their role",
-        examples=EXAMPLES, notes=NOTES, settings=SignerSettings, run=run,
+        words="signer", examples=EXAMPLES, notes=NOTES, settings=SignerSettings, run=run,
     ),
     Command(
-        words="enrol", summary="get this process' credential and certificate from a signer",
-        examples=ENROL_EXAMPLES, notes=ENROL_NOTES, settings=Enrolment, run=run_enrol,
+        words="enrol", settings=Enrolment, run=run_enrol,
+        examples=ENROL_EXAMPLES, notes=ENROL_NOTES,
     ),
 )  # fmt: skip

@@ -193,7 +193,7 @@ def _pair(prefill: str | None, decode: str) -> str:
 
 COMMANDS = (
     Command(
-        words="simulate", summary="play a trace, or faults, on a simulated cluster", run=run,
-        settings=SimulateSettings, takes_file=True, examples=EXAMPLES, notes=NOTES,
+        words="simulate", settings=SimulateSettings, run=run, takes_file=True,
+        examples=EXAMPLES, notes=NOTES,
     ),
 )  # fmt: skip

@@ -37,7 +37,7 @@ class ServerAddress:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status(ServerAddress):
-    json: bool = setting(False, truth, "output", "", "print what the server answers", switch=True)
+    json: bool = setting(False, truth, "output", "", "print what the server answers")
     watch: float | None = setting(
         None,
         positive,
@@ -284,12 +284,12 @@ def _flat(value: Any) -> str:
 
 COMMANDS = (
     Command(
-        words="status", summary="show workers, pool and load", settings=Status, run=show,
+        words="status", settings=Status, run=show,
         examples="mooncake status\nmooncake status --json | jq '.workers[].pid'",
     ),
     Command(
-        words="top", summary="show what each worker does, again and again",
-        settings=Top, run=show_again, examples="mooncake top\nmooncake top --interval 0.5",
+        words="top", settings=Top, run=show_again,
+        examples="mooncake top\nmooncake top --interval 0.5",
         notes="Rates are those since the last question. Of an engine: tokens computed (new) and "
         "found in caches\n(reused); of a pool node: blocks stored (new) and read (reused).",
     ),

@@ -106,8 +106,7 @@ def page(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 COMMANDS = (
     Command(
-        words="train", summary="train a small checkpoint on generated tasks", settings=Train,
-        run=run, takes_file=True,
+        words="train", settings=Train, run=run, takes_file=True,
         examples="mooncake train --config configs/train/k2-demo.yaml\n"
         "mooncake train --preset k2-nano --tasks sum=1 --steps 50 --out /tmp/nano",
         notes="Run the same command again to go on after a stop: what follows is, bit for bit, "

@@ -50,7 +50,7 @@ def tune(wanted: Tune) -> int:
 
 COMMANDS = (
     Command(
-        words="tune", summary="measure kernel configurations on this GPU", settings=Tune, run=tune,
+        words="tune", settings=Tune, run=tune,
         examples="mooncake tune --split tp8 --format int4\n"
         "mooncake tune --split ep16 --format fp8 --format int4",
     ),

@@ -32,10 +32,9 @@ class UpSettings:
         "labels of this machine; it is the one in the file all of whose labels are among them",
         env="MOONCAKE_LABELS")
     dry_run: bool = setting(False, truth, "cluster", "",
-        "check that everything fits, print the commands, start nothing", switch=True)
+        "check that everything fits, print the commands, start nothing")
     ray_node: bool = setting(False, truth, "cluster", "",
-        "run only this machine's node of Ray; `mooncake up` itself starts such a process",
-        switch=True)
+        "run only this machine's node of Ray; `mooncake up` itself starts such a process")
     # fmt: on
 
 
@@ -54,7 +53,6 @@ def run(wanted: UpSettings) -> int:
 
 COMMANDS = (
     Command(
-        words="up", summary="run this machine's part of a cluster", examples=EXAMPLES,
-        notes=NOTES, settings=UpSettings, run=run,
+        words="up", examples=EXAMPLES, notes=NOTES, settings=UpSettings, run=run,
     ),
 )  # fmt: skip

@@ -29,7 +29,6 @@ def run(_: Version) -> int:
 
 COMMANDS = (
     Command(
-        words="version", summary="print the version", examples="mooncake version",
-        settings=Version, run=run,
+        words="version", examples="mooncake version", settings=Version, run=run,
     ),
 )  # fmt: skip

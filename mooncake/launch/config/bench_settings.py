@@ -47,7 +47,7 @@ class BenchServe:
     api_key: str | None = setting(None, text, ENDPOINT, "KEY",
         "API key, if the server asks for one",
         env="OPENAI_API_KEY", other_env="MOONCAKE_API_KEY", secret=True)
-    insecure: bool = setting(False, truth, ENDPOINT, "", "accept any TLS certificate", switch=True)
+    insecure: bool = setting(False, truth, ENDPOINT, "", "accept any TLS certificate")
     model: str | None = setting(None, text, ENDPOINT, "NAME",
         "name of the model (default: the server's first)")
     served_model_name: str | None = setting(None, text, ENDPOINT, "NAME",
@@ -55,9 +55,8 @@ class BenchServe:
     tokenizer: str | None = setting(None, text, ENDPOINT, "DIR",
         "directory of a checkpoint with the tokenizer (default: the model)")
     tokenizer_mode: str = setting("auto", text, ENDPOINT, "NAME", "")
-    trust_remote_code: bool = setting(False, truth, ENDPOINT, "", "", switch=True)
-    skip_tokenizer_init: bool = setting(False, truth, ENDPOINT, "", "send prompts as token ids",
-        switch=True)
+    trust_remote_code: bool = setting(False, truth, ENDPOINT, "", "")
+    skip_tokenizer_init: bool = setting(False, truth, ENDPOINT, "", "send prompts as token ids")
     request_id_prefix: str = setting("", text, ENDPOINT, "TEXT",
         "beginning of the id of every request")
     ready_check_timeout_sec: float = owned(Run, "ready_timeout_s", number, ENDPOINT, "S",
@@ -106,8 +105,7 @@ class BenchServe:
     num_warmups: int = owned(Run, "num_warmups", count(0), LOAD, "N",
         "number of requests sent first and not counted")
     self_timed: bool = owned(Run, "self_timed", truth, LOAD, "",
-        "send requests at the trace's own times",
-        switch=True)
+        "send requests at the trace's own times")
     top_p: float | None = setting(None, number, SAMPLE, "X", "as in the API")
     top_k: int | None = setting(None, count(-1), SAMPLE, "X", "as in the API")
     min_p: float | None = setting(None, number, SAMPLE, "X", "as in the API")
@@ -118,7 +116,7 @@ class BenchServe:
     logprobs: int | None = setting(None, count(0), SAMPLE, "N",
         "number of logprobs to ask for with each token")
     ignore_eos: bool = setting(False, truth, SAMPLE, "",
-        "go on after the end of the text; always on for random prompts", switch=True)
+        "go on after the end of the text; always on for random prompts")
     chat_template_kwargs: str | None = setting(None, text, SAMPLE, "JSON",
         "variables for the chat template")
     extra_body: str | None = setting(None, text, SAMPLE, "JSON", "further fields for every request")
@@ -127,14 +125,12 @@ class BenchServe:
     metric_percentiles: str = setting("99", text, RESULTS, "LIST", "percentiles to show")
     goodput: tuple[str, ...] = setting((), texts, RESULTS, "NAME:MS",
         "limits that a good request must keep", many="+")
-    disable_tqdm: bool = setting(False, truth, RESULTS, "", "show no progress bar", switch=True)
+    disable_tqdm: bool = setting(False, truth, RESULTS, "", "show no progress bar")
     save_result: bool = setting(False, truth, RESULTS, "",
-        "write the results to a JSON file", switch=True)
+        "write the results to a JSON file")
     save_detailed: bool = setting(False, truth, RESULTS, "",
-        "write the figures of every request too",
-        switch=True)
-    append_result: bool = setting(False, truth, RESULTS, "", "append to the file if it exists",
-        switch=True)
+        "write the figures of every request too")
+    append_result: bool = setting(False, truth, RESULTS, "", "append to the file if it exists")
     metadata: tuple[str, ...] = setting((), texts, RESULTS, "NAME=VALUE",
         "values to write into the file",
         many="*")
@@ -167,7 +163,7 @@ class BenchEngine:
     enforce_eager: bool = same_as(ServeConfig, "enforce_eager", ENGINE)
     seed: int = setting(0, count(0), LOAD, "N", "seed of the prompts")
     output_json: str | None = setting(None, text, RESULTS, "FILE", "write the figures to this file")
-    disable_tqdm: bool = setting(False, truth, RESULTS, "", "show no progress bar", switch=True)
+    disable_tqdm: bool = setting(False, truth, RESULTS, "", "show no progress bar")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -42,8 +42,6 @@ class Option:
     group: str
     metavar: str = ""
     short: str = ""
-    switch: bool = False
-    """True for a truth value: `--name` and `--no-name` on the command line."""
     repeat: bool = False
     """True if it may be given several times."""
     many: str = ""
@@ -58,6 +56,11 @@ class Option:
     """True if its value is never shown."""
     owner: tuple[type, str, float] | None = None
     """The struct and field that it sets, and how many of its units are one of the field's."""
+
+    @property
+    def switch(self) -> bool:
+        """True for a truth value: `--name` and `--no-name` on the command line."""
+        return self.read is truth
 
     @property
     def variables(self) -> list[str]:
@@ -386,6 +389,14 @@ def number(name: str, value: object) -> float:
         return float("" if isinstance(value, bool) else str(value))
     except ValueError:
         raise ConfigError(f"{flag(name)}: {value!r} is not a number") from None
+
+
+def above_zero(name: str, value: object) -> float:
+    """Read a number above zero, infinity too."""
+    found = number(name, value)
+    if not found > 0:
+        raise ConfigError(f"{flag(name)}: must be more than 0, not {found:g}")
+    return found
 
 
 def positive(name: str, value: object) -> float:

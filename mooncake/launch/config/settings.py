@@ -153,7 +153,7 @@ class ServeConfig:
     object_min_uses: int = owned(KvStoreConfig, "object_min_uses", count(1), POOL, "N",
         "blocks that were asked for this often are written to --object-store; 1: all blocks")
     ssd_encryption: bool = setting(False, truth, POOL, "",
-        "encrypt blocks on SSD and in --object-store; needs a key", switch=True)
+        "encrypt blocks on SSD and in --object-store; needs a key")
     ssd_key_file: str | None = setting(None, text, POOL, "FILE",
         "file with the key for --ssd-encryption; the variable MOONCAKE_SSD_KEY may hold the key "
         "itself",
@@ -181,19 +181,18 @@ class ServeConfig:
     kvstore: int | None = setting(None, count(0, 512), CLUSTER, "N",
         "number of kvstore workers (default: 1, or 0 with --colocated)")
     colocated: bool = setting(False, truth, CLUSTER, "",
-        "run everything in one process with one engine", switch=True)
+        "run everything in one process with one engine")
     ray_address: str | None = setting(None, host_and_port, CLUSTER, "HOST:PORT",
         "Ray cluster that places the workers (default: all run on this machine)")
     ray_without_tls: bool = setting(False, truth, CLUSTER, "",
         "use a Ray at --ray-address that speaks without TLS; anyone who reads the network can then "
-        "run programs here", switch=True,
+        "run programs here",
         env="MOONCAKE_RAY_WITHOUT_TLS")
     role: str | None = setting(None, OneOf(*_ROLES), CLUSTER, "ROLE",
         "run only one worker, or one more gateway; needs --join (kvstore without --join: a pool "
         "without engines)")
     headless: bool = setting(False, truth, CLUSTER, "",
-        "start and watch workers without an API; gateways are added with --role gateway --join",
-        switch=True)
+        "start and watch workers without an API; gateways are added with --role gateway --join")
     join: str | None = setting(None, joinable, CLUSTER, "HOST:PORT",
         "running cluster to join, by the address of a gateway or of a pool without engines, with "
         "or without tcp://; give several with commas, and one that answers is enough")
@@ -248,7 +247,7 @@ class ServeConfig:
         "certificate; Kubernetes' probes have none)")
     http_without_tls: bool = setting(False, truth, CLUSTER, "",
         "let the API with keys, the health ports and the admin ports speak plain HTTP beyond this "
-        "machine", switch=True,
+        "machine",
         env="MOONCAKE_HTTP_WITHOUT_TLS")
     health_host: str = setting("127.0.0.1", text, CLUSTER, "HOST",
         "address at which --health-port listens")
@@ -285,14 +284,13 @@ class ServeConfig:
         short="-dp")
     enable_expert_parallel: bool = setting(False, truth, CLUSTER, "",
         "give each rank of an engine some whole routed experts, instead of some columns of all",
-        switch=True, short="-ep")
+        short="-ep")
     experts: int = setting(0, count(0, 1024), CLUSTER, "N",
         "number of workers that hold the routed experts of a decode engine, and nothing else; its "
         "decode workers then hold none (needs --enable-expert-parallel)")
     enable_eplb: bool = setting(False, truth, CLUSTER, "",
         "move and copy the experts with the most rows between ranks that share experts, while they "
-        "serve",
-        switch=True)
+        "serve")
     eplb_config: EplbConfig | None = owned(ModelOptions, "eplb", table(EplbConfig), CLUSTER, "JSON",
         'settings of --enable-eplb (default: \'{"window_size": 1000, "step_interval": 3000, '
         '"num_redundant_experts": 0}\')')
@@ -367,12 +365,10 @@ class ServeConfig:
         "has")
     enable_sleep_mode: bool = owned(ApiConfig, "enable_sleep_mode", truth, API, "",
         "let operators pause the cluster, let it sleep and replace its weights (/pause, /sleep, "
-        "/update_weights)", switch=True)
-    access_log: bool = owned(ApiConfig, "access_log", truth, API, "", "log every HTTP request",
-        switch=True)
+        "/update_weights)")
+    access_log: bool = owned(ApiConfig, "access_log", truth, API, "", "log every HTTP request")
     allow_special_tokens_in_chat: bool = owned(ApiConfig, "allow_special_tokens_in_chat", truth,
-        API, "", "let messages contain control tokens; any user can then speak as the system",
-        switch=True)
+        API, "", "let messages contain control tokens; any user can then speak as the system")
     kv_events_config: KvEventsConfig | None = setting(None, table(KvEventsConfig), API, "JSON",
         "publish in vLLM's format which blocks are cached, for routers in front of this server, "
         'e.g. \'{"endpoint": "tcp://127.0.0.1:5557"}\'; the events contain prompts and answers')
@@ -384,7 +380,7 @@ class ServeConfig:
         "most tokens in one step, which is also the chunk of a long prompt (default: 2048; on a "
         "GPU the largest of 8192, 4096 and 2048 that leaves room for the KV)")
     enable_prefix_caching: bool = owned(EngineConfig, "enable_prefix_caching", truth, ENGINE, "",
-        "reuse cached blocks of earlier requests", switch=True)
+        "reuse cached blocks of earlier requests")
     speculative_config: SpeculativeConfig | None = owned(EngineConfig, "speculation",
         table(SpeculativeConfig), ENGINE, "JSON",
         'compute several tokens of a sequence in one step, with the same result, e.g. \'{"method": '
@@ -408,18 +404,17 @@ class ServeConfig:
         "memory); gloo: connections over loopback, slower")
     deterministic: bool = owned(ModelOptions, "deterministic", truth, ENGINE, "",
         "make results independent of the rest of the batch and, on CPUs, of the number of ranks; "
-        "slower",
-        switch=True)
+        "slower")
     compile_cache: str | None = owned(ModelOptions, "compile_cache", text, ENGINE, "DIR",
         "read compiled kernels from this directory, which `mooncake compile` wrote; others must "
         "not be able to write to it",
         env="MOONCAKE_COMPILE_CACHE")
     enforce_eager: bool = setting(False, truth, ENGINE, "",
-        "do not capture CUDA graphs of decode steps and short prompts", switch=True)
+        "do not capture CUDA graphs of decode steps and short prompts")
     num_threads: int | None = setting(None, count(1, 1024), ENGINE, "N",
         "CPU threads of each engine (default: a fair share)")
     self_profile: bool = setting(True, truth, ENGINE, "",
-        "time a few steps at start, so that placement knows their cost", switch=True)
+        "time a few steps at start, so that placement knows their cost")
     policy: str = owned(SchedulerConfig, "policy", OneOf(*POLICIES), LIMITS, "NAME",
         "policy by which a prefill worker is chosen")
     slo_ttft_s: float | None = owned(SchedulerConfig, "ttft_slo_s", positive, LIMITS, "S",
@@ -441,7 +436,7 @@ class ServeConfig:
         "short enough, if this costs little throughput; no request is refused for it; 0: prompts "
         "neither wait nor let others go first")
     role_switching: bool = owned(SchedulerConfig, "role_switching", truth, LIMITS, "",
-        "let workers change between prefill and decode when the load shifts for long", switch=True)
+        "let workers change between prefill and decode when the load shifts for long")
     autoscale: str | None = owned(SchedulerConfig, "autoscale", bounds, LIMITS,
         "prefill=MIN..MAX,decode=MIN..MAX[,total=N][,start=S][,quiet=S]",
         "bounds for the number of replicas that the gateways advise (mooncake:desired_replicas, "
@@ -467,15 +462,14 @@ class ServeConfig:
     otlp_traces_sampling_ratio: float = setting(1.0, part, OTHER, "SHARE",
         "share to trace of the requests that come without a traceparent header; with this header "
         "the client decides")
-    dry_run: bool = setting(False, truth, OTHER, "", switch=True,
-        text=
+    dry_run: bool = setting(False, truth, OTHER, "",
         "print the configuration and memory plan, make all checks that `serve` makes, start "
         "nothing")
     hardware: str | None = setting(None, text, OTHER, "H",
         "with --dry-run: fit the model on these GPUs instead of this machine; a name in "
         "configs/hardware, or a JSON file of the same form")
-    check: bool = setting(False, truth, OTHER, "", switch=True,
-        text="compare each kernel with its reference on this machine, and start nothing")
+    check: bool = setting(False, truth, OTHER, "",
+        "compare each kernel with its reference on this machine, and start nothing")
     # fmt: on
 
     @property

@@ -73,15 +73,14 @@ class SimulateSettings(Replay):
     policy: str = owned(SchedulerConfig, "policy", OneOf(*POLICIES), CLUSTER, "NAME",
         "policy by which a prefill instance is chosen")
     local_caches: bool = setting(False, truth, CLUSTER, "",
-        "let no instance fetch from another node's pool", switch=True)
+        "let no instance fetch from another node's pool")
     reject: bool = setting(False, truth, LIMITS, "",
-        "refuse requests that would miss the limits, instead of serving them late", switch=True)
+        "refuse requests that would miss the limits, instead of serving them late")
     plan_by_limits: bool = owned(SimulationConfig, "plan_by_limits", truth, LIMITS, "",
         "let engines plan their steps for the limits, as `mooncake serve` does: prompts that can "
-        "be in time go first, and wait for streams or come in short chunks", switch=True)
+        "be in time go first, and wait for streams or come in short chunks")
     role_switching: bool = owned(SchedulerConfig, "role_switching", truth, CLUSTER, "",
-        "let instances change between prefill and decode when the load shifts for long",
-        switch=True)
+        "let instances change between prefill and decode when the load shifts for long")
     autoscale: str | None = owned(SchedulerConfig, "autoscale", bounds, CLUSTER,
         "prefill=MIN..MAX,decode=MIN..MAX[,total=N][,start=S][,quiet=S]",
         "let instances come and go inside these bounds; --prefill and --decode are those at the "
@@ -108,7 +107,7 @@ class PlanSettings(Replay):
     max_nodes: int = setting(128, count(1), CLUSTER, "N", "largest cluster to try")
     live: bool = setting(False, truth, CLUSTER, "",
         "say how many replicas a running server should have now, and why, instead of simulating; "
-        "--json writes the same", switch=True)
+        "--json writes the same")
     # fmt: on
 
 

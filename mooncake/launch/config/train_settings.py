@@ -111,7 +111,7 @@ class Train:
     max_logit: float = owned(TrainConfig, "max_logit", positive, OPTIMIZER, "X",
         "QK-Clip shrinks heads whose attention logits exceed this")
     clip_norms: bool = owned(TrainConfig, "clip_norms", truth, OPTIMIZER, "",
-        "scale gradients down to the 95 % quantile of the last 128 norms", switch=True)
+        "scale gradients down to the 95 % quantile of the last 128 norms")
     balance_rate: float = owned(TrainConfig, "balance_rate", number, OPTIMIZER, "R",
         "change of the router's bias in a step")
     mtp_weight: float = owned(TrainConfig, "mtp_weight", number, OPTIMIZER, "W",

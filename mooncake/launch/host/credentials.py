@@ -18,7 +18,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from mooncake.base import ConfigError, MooncakeError
@@ -157,6 +157,29 @@ def write_private(path: Path, content: str) -> None:
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(opened, "w") as file:
         file.write(content)
+
+
+@contextlib.contextmanager
+def writing(place: object) -> Iterator[None]:
+    """Name `--out` in the error if `place`, which it names, cannot be written inside the block."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"out: cannot write {place}: {error.strerror}") from error
+
+
+def write_files(place: Path, files: Mapping[str, str]) -> None:
+    """Write private files into the folder that `--out` names. Each is replaced in one step.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    with writing(place):
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, content in files.items():
+            draft = place / f".{name}.{os.getpid()}"
+            write_private(draft, content)
+            draft.replace(place / name)
 
 
 def _make_whole(path: Path, content: str) -> None:

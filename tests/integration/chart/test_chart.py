@@ -28,9 +28,8 @@ from mooncake.identity import own_credential
 from mooncake.launch.config import options
 from mooncake.launch.config.config import read_settings, resolve
 from mooncake.launch.config.settings import ServeConfig
-from mooncake.launch.host.enrol import Enrolment, enrol
+from mooncake.launch.enrolment import PLACES, Enrolment, Signer, SignerSettings, enrol
 from mooncake.launch.host.health import PROBE_PATHS
-from mooncake.launch.host.signer import PLACES, Signer, SignerSettings
 from tests.support.api.server import ScriptedBackend, says, tiny_model
 from tests.support.certificates import Host, make_host
 from tests.support.kubelet import api as kube_api
