@@ -21,9 +21,10 @@ def checksum_of(data: memoryview | bytes, layout: KvLayout, first_layer: int = 0
     """Return the part of a block's checksum that its slices in `data` contribute. The slices lie
     one after another, from `first_layer` on. With all slices the result is the checksum.
     """
-    view, size, slice_sum = memoryview(data), layout.slice_bytes, xxhash.xxh3_64_intdigest
-    starts = enumerate(range(0, len(view), size), first_layer)
-    return sum(slice_sum(view[start : start + size], layer) for layer, start in starts) % _MODULUS
+    view, size, total = memoryview(data), layout.slice_bytes, 0
+    for layer, start in enumerate(range(0, len(view), size), first_layer):
+        total += xxhash.xxh3_64_intdigest(view[start : start + size], layer)
+    return total % _MODULUS
 
 
 def added(parts: Iterable[int]) -> int:

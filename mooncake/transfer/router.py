@@ -246,23 +246,26 @@ class RoutedTransfer:
         """Offer events once this thread has done what it does now, if it is that of a loop: it may
         hold locks of a connection. Return whether it will.
         """
-        for loop in self._loops:
-            if loop.is_here:
-                will = loop in self._offering or loop.post_here(partial(self._offer, loop))
-                if will:
-                    self._offering.add(loop)
-                return will
-        return False
+        loop = IoLoop.here()
+        if loop is None or loop not in self._loops:
+            return False
+        if loop not in self._offering and loop.post_here(partial(self._offer, loop)):
+            self._offering.add(loop)
+        return loop in self._offering
 
     def _offer(self, loop: IoLoop) -> None:
         """Offer events, and again after what the machine has posted to the loop meanwhile."""
         assert self._take is not None
         self._offering.discard(loop)
-        had_some = bool(self._heard) or self._batches.has_endings
-        if not self._take():
-            self._batches.ring()
-        elif had_some:
-            self._offer_soon()
+        had_some = True
+        while had_some:
+            had_some = bool(self._heard) or self._batches.has_endings
+            if not self._take():
+                self._batches.ring()
+                return
+            if had_some and loop.has_posts:
+                self._offer_soon()
+                return
 
     def _ask(self, job: Job) -> None:
         if self._asking is None or not self.takes_questions(job.peer):

@@ -103,6 +103,10 @@ class BlockMemory:
         Reading a device takes about 0.1 ms for a MiB. Raises TransferError when it fails.
         """
         size, first, found = self.slice_bytes, self.first_layer, list[int]()
+        if self._is_packed:
+            region, base = self.layers[0]
+            whole = region.read([(base + offset, size * len(self.layers))])
+            return added(checksum_of(part, self.layout, first) for part in whole)
         for _, run in groupby(self.layers, key=lambda layer: layer[0].region_id):
             slices = list(run)
             for part in slices[0][0].read([(base + offset, size) for _, base in slices]):

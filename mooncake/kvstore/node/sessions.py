@@ -202,9 +202,8 @@ class PinSessions:
         self._blocks = blocks
         self._peers = peers
         self._counters = ports.counters
-        self._asked: dict[int, tuple[WorkerRef, int]] = {}
-        """Reader and ticket of each pin whose blocks are sent behind the answer, by the number of
-        its question.
+        self._asked: dict[int, PinBlocks] = {}
+        """The orders to pin blocks that are sent behind the answer, by the number of the question.
         """
 
     def on_pin(self, message: PinBlocks, now: float) -> None:
@@ -262,15 +261,19 @@ class PinSessions:
         count = min(blocks.dram.leading(keys), most) if may_open else 0
         run = self._take(message, count, now, more=True)
         if run:
-            self._asked[event.number] = reader, ticket
+            self._asked[event.number] = message
         granted = self._granted(reader, ticket, run, more=len(run) < len(keys))
         pieces = Pieces(blocks.dram.offsets(run), blocks.dram.block_bytes)
         transfer.answer(event.number, encode(granted), self._ports.region, pieces)
 
     def on_ask_ended(self, event: AskEnded, now: float) -> None:
-        """Unpin blocks that were sent behind an answer, or whose reader hung up."""
-        reader, ticket = self._asked.pop(event.number, (None, 0))
-        if reader is not None:
+        """Unpin blocks that were sent behind an answer, or whose reader hung up. Their use counts
+        only now, so that the bytes do not wait for that.
+        """
+        message = self._asked.pop(event.number, None)
+        if message is not None:
+            reader, ticket = message.reader, message.ticket
+            self._use(message, self._peers.find(reader).pins.get(ticket, []), now)
             self.on_unpin(Unpin(reader=reader, ticket=ticket), now)
 
     def _on_loaded(self, message: PinBlocks, now: float, more: bool) -> None:
@@ -280,6 +283,7 @@ class PinSessions:
 
     def _pin(self, message: PinBlocks, num_blocks: int, now: float, *, more: bool = False) -> None:
         run = self._take(message, num_blocks, now, more=more)
+        self._use(message, run, now)
         more = more and 0 < len(run) < len(message.keys)
         self.answer(message.reader, message.ticket, run, more=more)
 
@@ -290,9 +294,6 @@ class PinSessions:
         reader, ticket = message.reader, message.ticket
         run = message.keys[: min(num_blocks, max(0, self._blocks.room_of(reader)))]
         if run:
-            head = message.head
-            self._blocks.use([*head.keys, *run], head.counted, reader, now)
-            self._blocks.keep(head.kept(run), head.keep_s, now)
             self._blocks.dram.pin(run)
             self._blocks.lend(reader, run, write=False)
             self._peers.state_of(reader, now).pins[ticket] = run
@@ -303,6 +304,13 @@ class PinSessions:
         self._counters["blocks_hit"] += len(run)
         self._counters["blocks_missed"] += 0 if more else len(message.keys) - len(run)
         return run
+
+    def _use(self, message: PinBlocks, run: list[BlockKey], now: float) -> None:
+        """Count the use of blocks that a reader has pinned, and keep them as it asks."""
+        if run:
+            head = message.head
+            self._blocks.use([*head.keys, *run], head.counted, message.reader, now)
+            self._blocks.keep(head.kept(run), head.keep_s, now)
 
     def answer(
         self, reader: WorkerRef, ticket: int, run: list[BlockKey], *, more: bool = False

@@ -90,6 +90,7 @@ class Driver:
         self._rests_until_s = math.inf
         self._fault: BaseException | None = None
         """What the machine raised in another thread."""
+        self._last: list[Callable[[], object]] = []
         self._sources += [(port.fileno(), port.poll) for port in polled]
         self._lock = threading.Lock()
         self._calls: Mailbox[_Call] = Mailbox()
@@ -149,6 +150,12 @@ class Driver:
         call.future.cancel()
         return call.future
 
+    def at_end(self, call: Callable[[], object]) -> None:
+        """Have `call` called once the machine has done what is due, by the thread that drives it
+        now. So a thread that it wakes does not wait for that.
+        """
+        self._last.append(call)
+
     def _loop(self, selector: selectors.BaseSelector) -> None:
         # All sources each time: a look at an empty one is cheap, and descriptors of the
         # edge-triggered kind never strand an event.
@@ -158,8 +165,11 @@ class Driver:
                 self._raise_fault()
                 self._may_share = bool(self._shared)
                 rest_s = self._tick()
-                if self._stopping:
-                    return
+                last, self._last = self._last, []
+            for call in last:
+                call()
+            if self._stopping:
+                return
             selector.select(rest_s)
             with self._turn:
                 self._raise_fault()
@@ -186,13 +196,17 @@ class Driver:
             if self._stopping or self._rests_until_s < rests_until_s:
                 self._calls.ring()
             self._rests_until_s = min(rests_until_s, self._rests_until_s)
+            last, self._last = self._last, []
         except BaseException as error:
             self._may_share, self._fault = False, error
             self._calls.ring()
             if not isinstance(error, Exception):
                 raise
+            return True
         finally:
             self._turn.release()
+        for call in last:
+            call()
         return True
 
     def _drive(

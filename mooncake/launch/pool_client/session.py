@@ -11,6 +11,7 @@ import ssl
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -512,9 +513,11 @@ class PoolSession:
         with.
         """
         answer: Future[_Answer | MooncakeError] = Future()
-        started = self._driver.call(
-            lambda client, now: client.run(make(client), answer.set_result, now)
-        )
+
+        def answered(result: _Answer | MooncakeError) -> None:
+            self._driver.at_end(partial(answer.set_result, result))
+
+        started = self._driver.call(lambda client, now: client.run(make(client), answered, now))
         started.result()
         try:
             # The client ends every call in time; only a client that was given up does not.

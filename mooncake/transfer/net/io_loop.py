@@ -24,6 +24,8 @@ WRITABLE = select.EPOLLOUT
 HUNG_UP = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 SCRATCH_BYTES = 2**20
 
+_HERE = threading.local()
+"""Its `loop` is the loop whose thread this is."""
 Handler = Callable[[int], None]
 """Called with the epoll events of a descriptor; must not raise and must not wait."""
 
@@ -83,16 +85,21 @@ class IoLoop:
                 return
             self._posted.put(call)
 
+    @staticmethod
+    def here() -> IoLoop | None:
+        """Return the loop whose thread this is, if it is one's."""
+        return getattr(_HERE, "loop", None)
+
     @property
-    def is_here(self) -> bool:
-        """True in the loop's own thread."""
-        return threading.get_ident() == self._thread.ident
+    def has_posts(self) -> bool:
+        """True if the loop's own thread has posted calls that did not run yet."""
+        return bool(self._own)
 
     def post_here(self, call: Callable[[], None]) -> bool:
         """Run `call` after what the loop does now, if this is the loop's own thread and it goes on.
         Return whether it is.
         """
-        will = self.is_here and not self._closing
+        will = IoLoop.here() is self and not self._closing
         if will:
             self._own.append(call)
         return will
@@ -119,6 +126,7 @@ class IoLoop:
             self._removed.add(fd)
 
     def _run(self) -> None:
+        _HERE.loop = self
         while not self._closing:
             ready = self._epoll.poll(self._wait_s())
             self._removed.clear()

@@ -97,7 +97,8 @@ class TcpPeer:
         # What fits one slice goes in the caller's thread: waking a loop for it took a tenth longer.
         # Not while the peer must first be told of a broken connection, which takes a new one.
         is_small = job.num_bytes <= self._limits.slices.target_bytes and not self._queue.is_fenced
-        if not (is_small and any(connection.try_send() for connection in self._connections)):
+        is_write = job.op is Op.WRITE
+        if not (is_small and any(each.try_send(is_write=is_write) for each in self._connections)):
             self._wake(len(slices))
 
     def _wake(self, num_parts: int) -> None:

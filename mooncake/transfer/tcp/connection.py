@@ -155,9 +155,9 @@ class Connection:
                 except (OSError, RangeRefused) as error:
                     self.abort(str(error))
 
-    def try_send(self) -> bool:
+    def try_send(self, *, is_write: bool) -> bool:
         """Send work in the caller's thread, which saves waking the loop. Return False if the
-        connection is busy.
+        connection is busy. `is_write`: there are many bytes to send.
         """
         if self.state is not ConnectionState.READY or not self._lock.acquire(blocking=False):
             return False
@@ -165,19 +165,20 @@ class Connection:
             sock = self._sock
             if sock is None or self.state is not ConnectionState.READY or self._requests:
                 return False
-            # The answer may come before all is sent: the loop need not wake for it.
-            self._taken_over = True
-            self.loop.modify(sock.fileno(), 0)
+            if is_write:  # the answer may come before all is sent: the loop need not wake for it
+                self._taken_over = True
+                self.loop.modify(sock.fileno(), 0)
             try:
                 self._pump()
-                if self._requests and self._requests[0].part.job.op is Op.WRITE:
+                if is_write and self._requests:
                     self._receive(sock)
             except (OSError, ProtocolError, RangeRefused) as error:
                 self.loop.post(functools.partial(self._abort_if, sock, str(error)))
             finally:
-                self._taken_over = False
-                if self._sock is sock:
-                    self.loop.modify(sock.fileno(), self._events)
+                if self._taken_over:
+                    self._taken_over = False
+                    if self._sock is sock:
+                        self.loop.modify(sock.fileno(), self._events)
             return True
         finally:
             self._lock.release()

@@ -182,6 +182,9 @@ class ServerConnection:
             if self._outgoing is not None:
                 self._flush(self._outgoing)
                 return
+            if self._question:  # nothing is read before it is answered
+                self._watch(0)
+                return
             if self._incoming is None:
                 self._receive_head()
             for _ in range(_READS_IN_A_ROW):
@@ -330,13 +333,12 @@ class ServerConnection:
     # ------------------------------------------------------------- questions
 
     def _on_question(self, request: wire.Header, data: memoryview) -> None:
-        """Have a question, now completely known, answered. Nothing more is read before that."""
+        """Have a question, now completely known, answered."""
         assert self._channel is not None
         assert self.identity is not None
         head = memoryview(self._channel.received.open(data))
         self._has_head = True
         self._began_s = time.monotonic()
-        self._watch(0)
         self._question = self._server.questions.open(
             self, bytes(head[wire.HEADER_BYTES :]), self._sender, self._whence or ""
         )

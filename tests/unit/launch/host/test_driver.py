@@ -249,6 +249,21 @@ def test_a_thread_that_has_an_event_drives_the_machine_itself(rig: Rig) -> None:
     assert TransferDone(batch_id=3) not in rig.machine.events
 
 
+@pytest.mark.parametrize("rig", [False, True], indirect=True)
+def test_what_is_called_at_the_end_comes_after_what_is_due(rig: Rig) -> None:
+    rig.thread.start()
+    ticks: list[int] = []
+
+    def work(machine: Recorder, _now: float) -> None:
+        before = machine.ticks
+        rig.driver.at_end(lambda: ticks.append(machine.ticks - before))
+
+    for _ in range(20):  # some are done by this thread, if turns are shared
+        rig.driver.call(work).result(20)
+    until(lambda: len(ticks) == 20, "each is called")
+    assert 0 not in ticks
+
+
 @shared
 def test_two_threads_never_drive_the_machine_at_once(rig: Rig) -> None:
     share(rig)
