@@ -35,8 +35,8 @@ from mooncake.model.checkpoint.eagle3 import Eagle3Files
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.copies import HostCopies
 from mooncake.model.drafts.eagle3 import Eagle3Head, Eagle3Rows
+from mooncake.model.drafts.layers import MtpRows
 from mooncake.model.drafts.model_drafts import DraftLayer
-from mooncake.model.drafts.mtp import MtpRows
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler

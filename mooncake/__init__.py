@@ -6,8 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mooncake.api.adapters.python_call import CompletionOutput, RequestOutput
-    from mooncake.api.schema.sampling_params import SamplingParams
+    from mooncake.api.adapters.python_call import CompletionOutput, RequestOutput, SamplingParams
     from mooncake.base import MooncakeError
     from mooncake.launch.llm import LLM, AsyncLLM
     from mooncake.launch.pool_client.session import PoolSession
@@ -32,7 +31,7 @@ _HOMES = {
     "MooncakeError": "base",
     "PoolSession": "launch.pool_client.session",
     "RequestOutput": "api.adapters.python_call",
-    "SamplingParams": "api.schema.sampling_params",
+    "SamplingParams": "api.adapters.python_call",
 }
 
 

@@ -82,7 +82,7 @@ class ApiServer(Serving):
         receipts: Receipts | None = None,
         control: GatewayBackend | None = None,
     ) -> None:
-        """`recent` returns a summary of the last requests (`telemetry.recent`) for the web page.
+        """`recent` returns a summary of the last requests (`telemetry.metrics`) for the web page.
         `vitals` returns the state of this process' workers, if it has any.
         `receipts` get the events of `backend`. `control` carries out operators' orders.
         """

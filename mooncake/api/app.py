@@ -24,25 +24,23 @@ from mooncake.api.config import ApiConfig
 from mooncake.api.errors import AnthropicError, ApiError, ErrorReply
 from mooncake.api.gateway_backend import GatewayBackend
 from mooncake.api.http.access import RECEIPT, Access, Keyring, unlimited_keys
-from mooncake.api.http.access_log import AccessLog
 from mooncake.api.http.event_loop import watch_loop
 from mooncake.api.http.repeats import REPLAYED
 from mooncake.api.http.response import ErrorResponse
 from mooncake.api.http.router import App, Router
-from mooncake.api.http.tracing import Tracing
+from mooncake.api.http.tracing import AccessLog, Tracing
 from mooncake.api.model import ServedModel
-from mooncake.api.routes.batches import batch_routes
 from mooncake.api.routes.chat import chat_routes
 from mooncake.api.routes.completions import completion_routes
-from mooncake.api.routes.files import file_routes
+from mooncake.api.routes.files import batch_routes, file_routes
 from mooncake.api.routes.messages import messages_routes
-from mooncake.api.routes.mode import mode_routes
+from mooncake.api.routes.mode import ModeReply, UpdateWeightsRequest, mode_routes
 from mooncake.api.routes.models import model_routes
 from mooncake.api.routes.operations import operation_routes
 from mooncake.api.routes.page import page_routes
 from mooncake.api.routes.receipts import receipt_routes
 from mooncake.api.routes.responses import responses_routes
-from mooncake.api.routes.tokens import token_routes
+from mooncake.api.routes.tokens import DetokenizeRequest, TokenizeRequest, token_routes
 from mooncake.api.running_calls import Serving
 from mooncake.api.schema.batches import (
     BatchList,
@@ -54,9 +52,12 @@ from mooncake.api.schema.batches import (
 )
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.completion import CompletionRequest
-from mooncake.api.schema.message_replies import MessageReply, TokenCount
-from mooncake.api.schema.messages import CountTokensRequest, MessagesRequest
-from mooncake.api.schema.mode import ModeReply, UpdateWeightsRequest
+from mooncake.api.schema.messages import (
+    CountTokensRequest,
+    MessageReply,
+    MessagesRequest,
+    TokenCount,
+)
 from mooncake.api.schema.replies import (
     ChatReply,
     CompletionReply,
@@ -66,9 +67,7 @@ from mooncake.api.schema.replies import (
     TokenizeReply,
     TokenizerInfoReply,
 )
-from mooncake.api.schema.response_replies import ResponseReply
-from mooncake.api.schema.responses import ResponsesRequest
-from mooncake.api.schema.tokens import DetokenizeRequest, TokenizeRequest
+from mooncake.api.schema.responses import ResponseReply, ResponsesRequest
 from mooncake.base import (
     Clock,
     IdSource,

@@ -1,6 +1,5 @@
 """The vocabulary of all packages: requests, block keys, layouts, messages, errors, clock."""
 
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import (
     KEY_BYTES,
     BlockKey,
@@ -91,6 +90,7 @@ from mooncake.base.model_spec import (
 from mooncake.base.parallel import (
     Shape,
 )
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.base.request import (
     Failure,
     FinalEvent,

@@ -1,5 +1,6 @@
 """Messages of the KVCache pool besides reading and writing blocks: questions to pool nodes and to
-gateways, and their answers. The rules are those of `messages`.
+gateways, and their answers. The rules are those of `messages`. At the end stands the union of all
+messages, which the codec decodes; new messages are added there.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from enum import Enum
 
 import msgspec
 
+from mooncake.base import messages as words
 from mooncake.base.blocks import BlockKey
 from mooncake.base.messages import Answer, Message, Tier, WorkerLoad, WorkerRef
 
@@ -269,3 +271,20 @@ class PoolState(Answer, frozen=True, tag="pool_state"):
     """The use of each tenant that has a quota."""
     num_kept: int = 0
     """Blocks in DRAM that are kept for a time, because requests asked for it."""
+
+
+AnyMessage = (
+    words.WorkerHello | words.LoadReport | words.BlockEvents | words.StepOutputs | words.Welcome
+    | words.PeerLost | words.Drain | words.RequestTask | words.Reserved
+    | words.KVReady | words.PushEnded | words.AbortTask | words.PutGranted | words.PinGranted
+    | words.PutStart | words.PutEnd | words.PinBlocks | words.Unpin | words.DoubtPeers
+    | words.WhoAreYou | words.PeersHeard | words.BlocksPushed | words.Refused | words.Replicate
+    | words.Prefetch | words.GatewayNews | FindBlocks | RemoveBlocks | SetPins
+    | AskPool | BlocksFound | BlocksRemoved | PinsSet | PoolState
+    | FindReplicas | ReplicasFound | FindHomes | HomesFound | TakeOver
+    | TakenOver | words.StopPrefetch | DescribeBlocks | BlocksDescribed
+    | ForgetBlocks | words.AskCluster | words.ClusterTold | words.Restart | words.Asleep
+    | words.CheckWeights | words.WeightsChecked | words.BorrowWeights
+    | words.WeightsLent
+)  # fmt: skip
+"""The tagged union that travels on a channel."""

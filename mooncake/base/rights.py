@@ -16,8 +16,8 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from mooncake.base import messages as m
 from mooncake.base import pool_messages as p
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import KEY_BYTES, BlockKey
+from mooncake.base.pool_messages import AnyMessage
 
 
 class CredentialRole(str, Enum):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import BlockKey
 from mooncake.base.kv_layout import KvLayout, PageArray
 from mooncake.base.large_settings import KeptSettings
@@ -36,6 +35,7 @@ from mooncake.base.messages import (
     WorkerLoad,
     WorkerRef,
 )
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.base.request import Failure, FinishInfo, FinishReason, RequestOutput
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import Counted, LayerDone, StepResult
@@ -53,8 +53,7 @@ from mooncake.instance.mover import (
 )
 from mooncake.instance.page_pins import PagePins
 from mooncake.instance.push import Push, WriteThrough
-from mooncake.instance.read_ahead import ReadAhead
-from mooncake.instance.reuse import Fetches
+from mooncake.instance.reuse import Fetches, ReadAhead
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 from mooncake.kvstore.client.block_writer import BlockWriter
 from mooncake.rpc.channel import Channel

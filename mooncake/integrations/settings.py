@@ -1,15 +1,19 @@
-"""The settings that all integrations have: which pool is used, and what its use may cost. Values
-only.
+"""What the users of integrations say: which pool is used, what its use may cost, and whose weights
+another engine runs. SGLang has settings of its own besides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Self
 
 import msgspec
 
 from mooncake.base import ConfigError
+from mooncake.launch.host import environment
+from mooncake.model.checkpoint.files.file_bytes import PlainBytes
+from mooncake.model.checkpoint.files.revision import file_digests, weights_revision
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=600)]
 
@@ -43,3 +47,68 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return msgspec.convert(dict(given), cls)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{place}: {error}") from error
+
+
+SGLANG_KEY = "mooncake"
+"""The key in SGLang's `--hicache-storage-backend-extra-config` that has the settings: other keys
+are SGLang's.
+"""
+
+
+class BackendSettings(PoolSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The pool that is used, whose blocks are shared, and what the use may cost."""
+
+    model: str = ""
+    """The directory of the model's files, or its repository. Empty: what SGLang calls the model."""
+    revision: str = ""
+    """The commit of the model's repository, where SGLang downloads it."""
+
+    @classmethod
+    def of_sglang(cls, extra_config: Mapping[str, object] | None) -> BackendSettings:
+        """Return the settings in SGLang's extra configuration. Raises a ConfigError that names a
+        wrong key.
+        """
+        given = (extra_config or {}).get(SGLANG_KEY)
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f'hicache-storage-backend-extra-config: give an object "{SGLANG_KEY}" with the '
+                "pool's settings (pool_urls, cluster_secret_file)"
+            )
+        return cls.read(given, f"hicache-storage-backend-extra-config: {SGLANG_KEY}")
+
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+def weights_name(model: str, commit: str | None, load_format: str) -> str:
+    """Return the name of the weights of `model`, as it was given to vLLM: it is equal only for
+    equal bytes. The files of a directory are hashed completely, once: their digests are kept in
+    this user's cache.
+
+    Args:
+        model: a directory, a file, or the name of a repository.
+        commit: the commit of the repository that was downloaded.
+        load_format: vLLM's `--load-format`; empty for other engines.
+
+    Raises:
+        ConfigError: nothing identifies these weights.
+        CheckpointError: a file cannot be read.
+    """
+    path = Path(model)
+    if load_format == "dummy":
+        raise ConfigError(
+            "load-format: dummy weights have no revision, so their KV cannot be shared; load "
+            "the model's own"
+        )
+    if path.is_dir() or path.is_file():
+        found = sorted(path.iterdir()) if path.is_dir() else [path]
+        files = [PlainBytes(file) for file in found if file.suffix in WEIGHTS]
+        if not files:
+            raise ConfigError(f"model: {model} has no weights ({', '.join(WEIGHTS)})")
+        return weights_revision(b"", file_digests(files, environment.cache_dir()))
+    if not commit:
+        raise ConfigError(
+            f"model: the revision of {model} is unknown; give the engine the directory of its "
+            "files, or a commit as the revision"
+        )
+    return f"{model}@{commit}"

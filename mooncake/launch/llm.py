@@ -16,13 +16,13 @@ from mooncake.api import Tokenizer, load_served_model
 from mooncake.api.adapters.python_call import (
     PythonRequest,
     RequestOutput,
+    SamplingParams,
     answer,
     answers,
     chat_request,
     completion_request,
 )
 from mooncake.api.api_server import ApiServer
-from mooncake.api.schema.sampling_params import SamplingParams
 from mooncake.base import InvalidRequest, Unavailable
 from mooncake.launch.cluster.colocated import ColocatedWorkers
 from mooncake.launch.cluster.gateway_process import GatewayProcess, api_config

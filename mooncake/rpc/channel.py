@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from mooncake.base.any_message import AnyMessage
+from mooncake.base.pool_messages import AnyMessage
 
 
 class PeerEnded(msgspec.Struct, frozen=True):

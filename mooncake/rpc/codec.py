@@ -10,9 +10,9 @@ from __future__ import annotations
 import msgspec
 
 from mooncake import __version__
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.errors import ProtocolError
 from mooncake.base.messages import WorkerRef
+from mooncake.base.pool_messages import AnyMessage
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 """Longest encoded message a channel carries; a 128k-token prompt takes 0.5 MiB."""

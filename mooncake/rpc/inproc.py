@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.mailbox import Mailbox
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.rpc.codec import decode, encode
 
 INBOX_BOUND = 65536

@@ -15,7 +15,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from mooncake.base.any_message import AnyMessage
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.identity import Credential
 from mooncake.rpc.codec import encode, head_of
 

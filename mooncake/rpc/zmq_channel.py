@@ -27,13 +27,12 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.bounded_map import BoundedMap
 from mooncake.base.clock import Clock, MonotonicClock
 from mooncake.base.errors import ConfigError, Forbidden, ProtocolError
 from mooncake.base.mailbox import Mailbox
 from mooncake.base.messages import AskCluster, Drain, Refused, StepOutputs, WorkerHello
-from mooncake.base.pool_messages import ForgetBlocks, RemoveBlocks
+from mooncake.base.pool_messages import AnyMessage, ForgetBlocks, RemoveBlocks
 from mooncake.base.rights import Sender, refusal, speaker_of
 from mooncake.identity import Certificate, ClusterKeys, Credential, check_certificate, objection
 from mooncake.rpc.channel import PeerEnded

@@ -25,7 +25,7 @@ how often they are refused.
 MINUTE_S = 60.0
 LOGGERS = ("mooncake", "opentelemetry")
 """The loggers whose records are written. The second says why traces cannot be sent."""
-COMPLETE_LOGGERS = frozenset({"mooncake.api.http.access_log"})
+COMPLETE_LOGGERS = frozenset({"mooncake.api.http.tracing"})
 """Loggers whose records are all written, because the user asked for the access log."""
 MAX_KINDS = 1024
 """How many kinds are counted separately in a minute. Further kinds of a message count as one."""

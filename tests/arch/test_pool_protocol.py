@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from mooncake.base import rights
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.kv_layout import BlockPlaces, SegmentRef
 from mooncake.base.messages import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, WorkerRef
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.base.rights import SENDERS, CredentialRole
 from mooncake.identity import Certificate, credential
 from mooncake.kvstore.client import client

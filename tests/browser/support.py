@@ -16,8 +16,8 @@ from mooncake.api.config import ApiConfig
 from mooncake.api.http.server import serve
 from mooncake.base import Role, WorkerLoad
 from mooncake.scheduler.gateway.status import ClusterStatus, LoadStatus, PoolStatus, WorkerStatus
+from mooncake.telemetry.metrics import Recent
 from mooncake.telemetry.receipts import Receipts
-from mooncake.telemetry.recent import Recent
 from tests.support.api.server import Script, ScriptedBackend, tiny_model, tiny_tokenizer
 
 WAIT_S = 60.0

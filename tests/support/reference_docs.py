@@ -30,7 +30,7 @@ from mooncake.api.schema.completion import CompletionRequest
 from mooncake.api.schema.messages import MessagesRequest
 from mooncake.api.schema.responses import ResponsesRequest
 from mooncake.base import messages, pool_messages
-from mooncake.base.any_message import AnyMessage
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.cli.command import Command, Flag
 from mooncake.cli.registry import EXIT_CODES, describe
 from mooncake.kvstore.node.blocks import COUNTERS

@@ -13,8 +13,8 @@ from typing import Any
 
 from msgspec import inspect
 
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.messages import OLDEST_PROTOCOL_VERSION
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.base.request import PromptLogprobs
 from mooncake.launch.cluster.facts import ClusterFacts
 

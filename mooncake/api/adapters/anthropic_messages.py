@@ -19,22 +19,20 @@ from mooncake.api.generation.generation import Call
 from mooncake.api.http.response import event
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.fields import CACHE_MARK, Markable
-from mooncake.api.schema.message_replies import (
+from mooncake.api.schema.messages import (
     AnswerBlock,
+    Block,
     BlockDelta,
+    Blocks,
     MessageEvent,
     MessageReply,
+    MessagesRequest,
+    MessagesTool,
     MessageUsage,
+    PromptFields,
     TextBlock,
     ThinkingBlock,
     ToolUseBlock,
-)
-from mooncake.api.schema.messages import (
-    Block,
-    Blocks,
-    MessagesRequest,
-    MessagesTool,
-    PromptFields,
     Turn,
 )
 from mooncake.api.schema.replies import encode

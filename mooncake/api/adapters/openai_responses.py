@@ -19,10 +19,14 @@ from mooncake.api.generation.logprobs import LogprobSpeller
 from mooncake.api.http.response import event
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.replies import ChatLogprob, encode
-from mooncake.api.schema.response_replies import (
+from mooncake.api.schema.responses import (
+    AllowedTools,
     CallItem,
+    FunctionTool,
     InputDetails,
+    InputItem,
     Item,
+    ItemContent,
     MessageItem,
     OutputDetails,
     OutputText,
@@ -30,14 +34,8 @@ from mooncake.api.schema.response_replies import (
     ReasoningText,
     ResponseEvent,
     ResponseReply,
-    ResponseUsage,
-)
-from mooncake.api.schema.responses import (
-    AllowedTools,
-    FunctionTool,
-    InputItem,
-    ItemContent,
     ResponsesRequest,
+    ResponseUsage,
     ToolName,
 )
 from mooncake.api.text.answer import Delta, Piece, ToolCallDelta

@@ -1,5 +1,7 @@
 """The calls of `LLM` and `AsyncLLM`: their arguments become the bodies of the HTTP API, run in the
-event loop of the backend, without HTTP, and their deltas become vLLM's output objects.
+event loop of the backend, without HTTP, and their deltas become vLLM's output objects. The fields
+of `mooncake.SamplingParams` are those of the HTTP bodies, from the same classes. The engine does
+not see them: they are checked against the model and become a `mooncake.base.SamplingParams`.
 """
 
 from __future__ import annotations
@@ -12,20 +14,49 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from typing import Any, TypeVar, overload
 
 import msgspec
+from pydantic import ModelWrapValidatorHandler, ValidationError, model_validator
 
 from mooncake.api.adapters.chat_call import MessageWriter, new_chat_call
 from mooncake.api.adapters.completion_call import new_completion_call
 from mooncake.api.adapters.translation import validated
 from mooncake.api.api_server import ApiServer
-from mooncake.api.errors import unknown_field
+from mooncake.api.errors import unknown_field, validation_error
 from mooncake.api.generation.generation import Call
 from mooncake.api.generation.logprobs import LogprobSpeller
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.completion import CompletionRequest
+from mooncake.api.schema.fields import AnswerFields, Count
 from mooncake.api.schema.replies import ChatText, Logprob
-from mooncake.api.schema.sampling_params import SamplingParams
 from mooncake.api.text.answer import Delta, Piece, join_pieces
 from mooncake.base import InvalidRequest, unpacked_logprobs
+
+
+class SamplingParams(AnswerFields):
+    """How the answers to a prompt are generated, in vLLM's names. None = the model's default.
+
+    >>> SamplingParams(temperature=0.7, top_p=0.9, max_tokens=200, stop=["\\n\\n"], logprobs=2)
+
+    `structured_outputs` takes a dict: {"json": schema}, {"regex": …}, {"choice": […]} or
+    {"grammar": …}.
+
+    Raises:
+        InvalidRequest: a field is out of range or unknown; the message names it.
+    """
+
+    logprobs: Count | None = None
+    """Return the logprobs of the sampled tokens, and this many most likely ones for each."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain(cls, value: Any, handler: ModelWrapValidatorHandler[SamplingParams]) -> Any:
+        try:
+            params = handler(value)
+        except ValidationError as error:
+            raise validation_error(error, value) from error
+        for name in params.model_extra or {}:
+            raise unknown_field(name, cls.model_fields)
+        return params
+
 
 _NOT_HERE = {
     "echo": "the prompt is in RequestOutput.prompt",

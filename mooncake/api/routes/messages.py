@@ -23,8 +23,12 @@ from mooncake.api.http.response import (
     unless_gone,
 )
 from mooncake.api.http.router import Router
-from mooncake.api.schema.message_replies import MessageReply, TokenCount
-from mooncake.api.schema.messages import CountTokensRequest, MessagesRequest
+from mooncake.api.schema.messages import (
+    CountTokensRequest,
+    MessageReply,
+    MessagesRequest,
+    TokenCount,
+)
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import encode
 

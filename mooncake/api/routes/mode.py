@@ -1,11 +1,14 @@
 """The routes by which operators pause a cluster, let its engines sleep, and replace its weights.
-vLLM has the same for reinforcement learning. `enable-sleep-mode` opens them.
+vLLM has the same for reinforcement learning. `enable-sleep-mode` opens them. Their body and their
+reply are here too.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,10 +18,38 @@ from mooncake.api.gateway_backend import GatewayBackend
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import json_response
 from mooncake.api.http.router import Router
-from mooncake.api.schema.mode import ModeReply, UpdateWeightsRequest
+from mooncake.api.schema.fields import RequestBody
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import encode
 from mooncake.base import InvalidRequest
+from mooncake.base.cluster_mode import ClusterMode
+
+
+class UpdateWeightsRequest(RequestBody):
+    """The body of `POST /update_weights`."""
+
+    path: str = Field(min_length=2, max_length=4096, pattern="^/")
+    """The directory of the checkpoint on the machines of engines."""
+
+
+class ModeReply(msgspec.Struct, frozen=True):
+    """What operators want of the cluster."""
+
+    is_paused: bool
+    is_sleeping: bool
+    sleep_level: int
+    weights_path: str
+    """The directory of the weights; empty: those that the cluster was started with."""
+    weights_revision: str
+    """The revision of these weights; empty as above."""
+
+    @classmethod
+    def of(cls, mode: ClusterMode) -> ModeReply:
+        weights = mode.weights
+        return cls(
+            mode.paused, mode.sleep_level > 0, mode.sleep_level, weights.model, weights.revision
+        )
+
 
 _MODE = "mode", ("abort", "wait"), "What requests that run do: they are ended, or finish."
 _LEVEL = "level", ("1", "2"), "1: weights stay in DRAM. 2: they are dropped and loaded again."

@@ -21,8 +21,7 @@ from mooncake.api.http.response import CallResponse, call_id, tenant_of, unless_
 from mooncake.api.http.router import Router
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.openapi import operation
-from mooncake.api.schema.response_replies import ResponseReply
-from mooncake.api.schema.responses import ResponsesRequest
+from mooncake.api.schema.responses import ResponseReply, ResponsesRequest
 from mooncake.base import SamplingParams
 
 

@@ -1,7 +1,10 @@
-"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`."""
+"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`; the bodies of the first two."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,6 +19,8 @@ from mooncake.api.generation.sampling import (
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import json_response, tenant_of, unless_gone
 from mooncake.api.http.router import Router
+from mooncake.api.schema.chat import Messages, Tools
+from mooncake.api.schema.fields import RequestBody, TokenIds
 from mooncake.api.schema.openapi import operation
 from mooncake.api.schema.replies import (
     DetokenizeReply,
@@ -23,9 +28,33 @@ from mooncake.api.schema.replies import (
     TokenizerInfoReply,
     encode,
 )
-from mooncake.api.schema.tokens import DetokenizeRequest, TokenizeRequest
 from mooncake.api.text.conversation import render_conversation
 from mooncake.base import InvalidRequest
+
+
+class TokenizeRequest(RequestBody):
+    """Either `prompt` or `messages`, which go through the chat template first."""
+
+    prompt: str | None = None
+    messages: Messages | None = Field(None, min_length=1)
+    tools: Tools | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("exactly one of prompt and messages is needed")
+        return self
+
+
+class DetokenizeRequest(RequestBody):
+    """Token ids to be spelled as text, special tokens included."""
+
+    tokens: TokenIds
 
 
 def token_routes(api_server: ApiServer) -> Router:

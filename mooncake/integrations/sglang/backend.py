@@ -15,9 +15,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from mooncake.base import ConfigError
 from mooncake.base.blocks import KEY_BYTES
-from mooncake.integrations.identity import weights_name
+from mooncake.integrations.settings import BackendSettings, weights_name
 from mooncake.integrations.sglang.pages import PagePool, Parts, logger
-from mooncake.integrations.sglang.settings import BackendSettings
 
 T = TypeVar("T")
 

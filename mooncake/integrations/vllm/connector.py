@@ -21,9 +21,8 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from mooncake.base import ConfigError, SystemIds
-from mooncake.integrations.identity import weights_name
 from mooncake.integrations.pool_link import PoolLink
-from mooncake.integrations.settings import PoolSettings
+from mooncake.integrations.settings import PoolSettings, weights_name
 from mooncake.integrations.vllm.chunks import EngineKind, RankKv
 from mooncake.integrations.vllm.lookups import PoolLookups, logger
 from mooncake.integrations.vllm.mover import Mover, Staging

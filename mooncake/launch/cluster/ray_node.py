@@ -14,6 +14,8 @@ import logging
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -23,7 +25,7 @@ import msgspec
 
 from mooncake.base import ConfigError, MooncakeError, Role
 from mooncake.identity import Credential
-from mooncake.launch.cluster import own_raylet, placed_worker
+from mooncake.launch.cluster import placed_worker
 from mooncake.launch.cluster.facts import ClusterFacts, Seeds, read_facts
 from mooncake.launch.cluster.log_file import start_log
 from mooncake.launch.cluster.supervisor import Supervisor
@@ -41,7 +43,8 @@ from mooncake.launch.config.cluster_file import (
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.options import bracketed
 from mooncake.launch.config.settings import ServeConfig
-from mooncake.launch.host import environment
+from mooncake.launch.host import environment, machine_facts
+from mooncake.launch.host.credentials import private_dir
 from mooncake.launch.host.descendants import Descendants
 from mooncake.launch.worker.settings import WorkerSettings
 
@@ -149,13 +152,13 @@ class _Node:
         """Join the head, or be it, until that ends. After a signal the workers of this machine
         leave; but if `mooncake up` was killed, they wait for the next one.
         """
-        raylet: own_raylet.OwnRaylet | None = None
+        raylet: OwnRaylet | None = None
         try:
             if (head := self._await_head()) is None:
                 return
             is_own = head == self._own
             address = _address(self._hosts[head])
-            raylet = own_raylet.OwnRaylet(
+            raylet = OwnRaylet(
                 address, self._machine.address, lambda: self._num_signals > 0, head=is_own
             )
             if is_own:
@@ -185,7 +188,7 @@ class _Node:
             time.sleep(LOOK_S)
         return None
 
-    def _be_node(self, head: str, raylet: own_raylet.OwnRaylet) -> None:
+    def _be_node(self, head: str, raylet: OwnRaylet) -> None:
         seen_s = time.monotonic()
         while not self._num_signals and not raylet.has_ended():
             if _is_head(head):
@@ -197,7 +200,7 @@ class _Node:
             lost = "Ray here" if raylet.has_ended() else f"the head of Ray at {head}"
             _log.warning("%s is lost; the workers of this machine serve on", lost)
 
-    def _be_head(self, address: str, raylet: own_raylet.OwnRaylet) -> None:
+    def _be_head(self, address: str, raylet: OwnRaylet) -> None:
         from mooncake.launch.cluster import ray_cluster
 
         def go_on() -> bool:
@@ -257,7 +260,7 @@ class _Node:
 
         supervisor.watch(go_on=all_stay)
 
-    def _goes_on(self, raylet: own_raylet.OwnRaylet) -> bool:
+    def _goes_on(self, raylet: OwnRaylet) -> bool:
         """Return whether this machine is still the head."""
         if self._num_signals or raylet.has_ended():
             return False
@@ -319,3 +322,88 @@ def _is_head(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+START_S = 180.0
+"""`ray start` may take this long to report that it runs."""
+STOP_S = 10.0
+POLL_S = 0.05
+STARTED = "Ray runtime started"
+OBJECT_STORE_BYTES = 100 * 2**20
+"""Ray insists on an object store; we never put anything there."""
+SHOWN_LINES = 3
+_PROGRAM = (
+    "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "  # PR_SET_PDEATHSIG
+    "from ray.scripts.scripts import main; main()"
+)
+"""A program that ends Ray when its starter ends in any way. Ray alone would go on, and keep its
+port.
+"""
+
+
+class OwnRaylet:
+    """The raylet of this machine, which ends with the process that starts it."""
+
+    def __init__(
+        self, address: str, bind_host: str, stops: Callable[[], bool], *, head: bool = False
+    ) -> None:
+        """Start the raylet for the cluster at `address`. `bind_host` is this machine's address
+        there. `stops`: whether to give up. `head`: the cluster begins here, at that address.
+
+        Raises:
+            ConfigError: Ray does not start.
+            MooncakeError: `stops` has returned true.
+        """
+        log = private_dir() / f"raylet-{os.getpid()}.log"
+        words = [
+            "start", "--block", "--disable-usage-stats", "--num-cpus=0",
+            f"--num-gpus={machine_facts.num_gpus()}",
+            f"--node-ip-address={bind_host}", f"--object-store-memory={OBJECT_STORE_BYTES}",
+            f"--temp-dir={private_dir()}",  # others could read its logs otherwise
+        ]  # fmt: skip
+        if head:
+            port = address.rpartition(":")[2]
+            words += ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor"]
+        else:
+            words.append(f"--address={address}")
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        self._log = log
+        try:
+            self._await_start(address, stops)
+        except BaseException:
+            self.close()
+            raise
+        _log.info("Ray runs on this machine, as part of the cluster at %s", address)
+
+    def _await_start(self, address: str, stops: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + START_S
+        while STARTED not in (said := self._log.read_text(errors="replace")):
+            if stops():
+                raise MooncakeError("stopped while Ray was starting on this machine")
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                lines = [line.strip() for line in said.splitlines() if line.strip()]
+                raise ConfigError(
+                    f"ray: Ray does not start on this machine for the cluster at {address}: "
+                    f"{' / '.join(lines[-SHOWN_LINES:]) or 'it printed nothing'}. Both machines "
+                    "need the same version of Ray and the same token in ~/.ray/auth_token"
+                )
+            time.sleep(POLL_S)
+
+    def has_ended(self) -> bool:
+        """Return whether the raylet, or another process of Ray here, has ended."""
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.unlink(missing_ok=True)

@@ -37,8 +37,7 @@ from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.health import Facts
 from mooncake.launch.host.http_server import url_of
-from mooncake.launch.host.importing import importing
-from mooncake.launch.host.start_phases import StartPhases, process_began_s
+from mooncake.launch.host.start_phases import StartPhases, importing, process_began_s
 from mooncake.launch.host.vital_threads import end_with_vital_threads
 from mooncake.launch.worker.health_port import HealthPort
 from mooncake.launch.worker.native_code import compiled_meanwhile

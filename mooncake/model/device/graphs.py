@@ -27,9 +27,8 @@ from mooncake_kernels.reference.paged_batch import PagedBatch
 from mooncake.engine.plan import StepSlot
 from mooncake.model.copies import Copies, HostCopies, Mark
 from mooncake.model.inputs import Queries, SlotRows, StepInputs
-from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.kimi_k2 import KimiK2, ReadStates
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.read_states import ReadStates
 
 Replay = Callable[[], torch.Tensor]
 """Runs a captured step again on the present content of its input tensors. It always returns the

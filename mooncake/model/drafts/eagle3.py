@@ -1,11 +1,14 @@
 """An EAGLE-3 head as a layer that drafts (arXiv 2503.01840). Its KV lies in windows of its own: the
-last rows of each running sequence, in memory that is neither passed on nor pooled.
+last rows of each running sequence, in memory that is neither passed on nor pooled. The attention of
+a head over these windows has grouped heads as Llama's, or is MLA as the model's. Both read a row
+that is twice as wide as the head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -21,18 +24,129 @@ from mooncake.model.checkpoint.eagle3 import (
     WINDOW,
     Eagle3Files,
     Eagle3Spec,
+    GroupedHeads,
     LatentHeads,
 )
 from mooncake.model.checkpoint.weights import view_tensor
 from mooncake.model.copies import Copies
-from mooncake.model.drafts.eagle3_attention import (
-    GroupedAttention,
-    HeadAttention,
-    LatentAttention,
-)
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.layers.linear import GatedMlp, Linear
-from mooncake.model.layers.rows import RmsNorm
+from mooncake.model.layers.rows import RmsNorm, Rope
+
+
+class Weights(Protocol):
+    """Gives the tensors of `self_attn` by their names, in the head's dtype and on its device."""
+
+    def tensor(self, name: str) -> torch.Tensor: ...
+
+    def norm(self, name: str) -> RmsNorm: ...
+
+    def linear(self, *names: str) -> Linear:
+        """Return one of several products with the same input, with outputs in this order."""
+        ...
+
+
+class HeadAttention(Protocol):
+    """What an attention makes of the rows of a step; `joined` is [rows, 2 * hidden]."""
+
+    rope: Rope
+
+    def keys_values(self, joined: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        """Return what later rows attend to, [rows, kv_width]."""
+        ...
+
+    def attended(
+        self, joined: torch.Tensor, rotation: torch.Tensor, seen: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return [rows, hidden]. seen: for each row what it attends to, [count, kv_width]."""
+        ...
+
+
+class GroupedAttention:
+    """Implements `HeadAttention` with keys and values of groups of heads."""
+
+    def __init__(
+        self, spec: GroupedHeads, weights: Weights, backends: Backends, device: torch.device
+    ) -> None:
+        self._width = spec.head_dim
+        self._query = weights.linear("q_proj")
+        self._key_value = weights.linear("k_proj", "v_proj")
+        self._output = weights.linear("o_proj")
+        self.rope = Rope(spec, device, backends)
+
+    def keys_values(self, joined: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        """See `HeadAttention`: keys, then values, of all groups."""
+        made = self._key_value(joined).view(len(joined), 2, -1, self._width)
+        return torch.stack((self.rope(made[:, 0], rotation), made[:, 1]), dim=1).flatten(1)
+
+    def attended(
+        self, joined: torch.Tensor, rotation: torch.Tensor, seen: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """See `HeadAttention`."""
+        queries = self.rope(self._query(joined).view(len(joined), -1, self._width), rotation)
+        found = []
+        for query, rows in zip(queries, seen, strict=True):
+            keys, values = rows.view(len(rows), 2, -1, self._width).permute(1, 2, 0, 3)
+            grouped = query.view(keys.shape[0], -1, self._width)
+            found.append(functional.scaled_dot_product_attention(grouped, keys, values).flatten())
+        return self._output(torch.stack(found))
+
+
+class LatentAttention:
+    """Implements `HeadAttention` with MLA in its absorbed form: rows hold the normed latent and the
+    rotated key, which all heads share.
+    """
+
+    def __init__(
+        self,
+        spec: LatentHeads,
+        num_heads: int,
+        weights: Weights,
+        backends: Backends,
+        device: torch.device,
+    ) -> None:
+        self._spec, self._num_heads = spec, num_heads
+        compressed = spec.q_lora_rank is not None
+        self._query_a = weights.linear("q_a_proj") if compressed else None
+        self._query_norm = weights.norm("q_a_layernorm") if compressed else None
+        self._query = weights.linear("q_b_proj" if compressed else "q_proj")
+        self._latent_key = weights.linear("kv_a_proj_with_mqa")
+        self._latent_norm = weights.norm("kv_a_layernorm")
+        of_heads = weights.tensor("kv_b_proj").view(num_heads, -1, spec.kv_lora_rank)
+        key_up, value_up = torch.split(of_heads, [spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
+        self._key_up = key_up.transpose(1, 2).contiguous()
+        self._value_up = value_up.contiguous()
+        self._output = weights.linear("o_proj")
+        self._linear_heads: Callable[..., torch.Tensor] = backends.op("linear_heads")
+        self.rope = Rope(spec, device, backends)
+
+    def keys_values(self, joined: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        """See `HeadAttention`."""
+        made = self._latent_key(joined)
+        rank = self._spec.kv_lora_rank
+        key = self.rope(made[:, None, rank:], rotation)[:, 0]
+        return torch.cat((self._latent_norm(made[:, :rank].contiguous()), key), dim=-1)
+
+    def attended(
+        self, joined: torch.Tensor, rotation: torch.Tensor, seen: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """See `HeadAttention`."""
+        spec = self._spec
+        if self._query_a is not None and self._query_norm is not None:
+            joined = self._query_norm(self._query_a(joined))
+        queries = self._query(joined).view(len(joined), self._num_heads, -1)
+        turned = self.rope(queries[..., spec.qk_nope_head_dim :], rotation)
+        plain = queries[..., : spec.qk_nope_head_dim].contiguous()
+        whole = torch.cat((self._linear_heads(plain, self._key_up), turned), dim=-1)
+        found = [
+            functional.scaled_dot_product_attention(
+                query[None], rows[None], rows[None, :, : spec.kv_lora_rank],
+                scale=spec.softmax_scale,
+            )[0]
+            for query, rows in zip(whole, seen, strict=True)
+        ]  # fmt: skip
+        values = self._linear_heads(torch.stack(found), self._value_up)
+        return self._output(values.flatten(1))
 
 
 @dataclass
@@ -234,7 +348,7 @@ class Eagle3Head:
 
 
 class _Named:
-    """Implements `eagle3_attention.Weights`: the head's tensors below a prefix."""
+    """Implements `Weights`: the head's tensors below a prefix."""
 
     def __init__(self, head: Eagle3Head, prefix: str) -> None:
         self._head, self._prefix = head, prefix

@@ -4,14 +4,18 @@ an engine opens its own, and all compute it in the same way.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+import torch
+
+from mooncake.engine.plan import StepSlot
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.eagle3 import Eagle3Files
 from mooncake.model.copies import Copies
 from mooncake.model.drafts.eagle3 import Eagle3Head, Eagle3Rows
 from mooncake.model.drafts.model_drafts import DraftLayer
-from mooncake.model.drafts.mtp import MtpRows
+from mooncake.model.inputs import PageTables, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 
@@ -38,3 +42,49 @@ def draft_layer(
     if head is not None and num_sequences:
         return Eagle3Rows(head, num_sequences, copies)
     return None if model.mtp is None else MtpRows(model, kv, copies)
+
+
+class MtpRows:
+    """Computes rows of the MTP layer over the pages of an engine."""
+
+    window = None
+
+    def __init__(self, model: KimiK2, kv: KvTensors, copies: Copies) -> None:
+        self._model = model
+        self._kv = kv
+        self._copies = copies
+        self._tables = PageTables()
+        self.reads = (model.spec.num_hidden_layers,)
+        self.block_tokens = kv.page_shape[1]
+
+    def states(self, read: torch.Tensor) -> torch.Tensor:
+        """Return the model's states [rows, hidden] after its last norm."""
+        return self._model.normed(read)
+
+    def compute(self, slots: Sequence[StepSlot], states: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Write the KV of the slots' tokens; see `DraftLayer`."""
+        model, kv = self._model, self._kv
+        rule = model.prefers_absorbed
+        # All rows, because a few rows in full are faster than the last of each.
+        every = frozenset(slot.sequence_id for slot in slots if slot.sample)
+        inputs = build_inputs(slots, every, kv.page_shape, rule, self._tables, kv.home)
+        of = {slot.sequence_id: each for slot, each in zip(slots, states, strict=True)}
+        joined = torch.cat([of[each.slot.sequence_id] for each in inputs.input_rows])
+        made = model.guess(inputs.to(model.device), joined, kv)
+        place = {
+            each.slot.sequence_id: each.first + each.num_rows - 1 for each in inputs.output_rows
+        }
+        order = [place[slot.sequence_id] for slot in slots if slot.sample]
+        if order == list(range(len(made))):
+            return made
+        return made.index_select(0, self._copies.send(torch.tensor(order)))
+
+    def likeliest(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the likeliest tokens by the model's own head."""
+        return self._model.likeliest(states)
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """Do nothing, because the engine owns the pages."""
+
+    def check_integrity(self, sequences: Collection[int]) -> None:
+        """Do nothing, for the same reason."""

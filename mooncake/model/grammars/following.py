@@ -22,8 +22,7 @@ import torch
 from mooncake.base import Grammar, InternalError, MooncakeError
 from mooncake.base.bounded_map import BoundedMap, SizedMap
 from mooncake.model.grammars.grammar_jobs import GrammarJobs, Job, TookTooLong
-from mooncake.model.grammars.grammar_tokens import GrammarTokens
-from mooncake.model.grammars.token_bits import bits_of, num_bytes
+from mooncake.model.grammars.grammar_tokens import GrammarTokens, bits_of, num_bytes
 
 MAX_COMPILED_BYTES = 1 << 30
 """The memory bound of the compiled grammars that are kept, those used last. Most compile in about a

@@ -1,17 +1,19 @@
 """The tokens of a checkpoint as grammars need them: bytes by id, and how plain text is cut.
 
 They are read before the first request comes. No text leaves this module; the API server has its own
-tokenizer.
+tokenizer. Sets of tokens are bits on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 import tokenizers
+import torch
 
 from mooncake.base.vocabulary import KIMI_K2_PATTERN, load_vocabulary, read_json, read_ranks
 
@@ -48,3 +50,16 @@ def load_grammar_tokens(path: Path) -> GrammarTokens:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
     return GrammarTokens(vocabulary.table, vocabulary.added.keys(), encode)
+
+
+def num_bytes(vocab_size: int) -> int:
+    return -(-vocab_size // 8)
+
+
+def bits_of(tokens: Sequence[int] | torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return these tokens of a vocabulary as uint8 [num_bytes], one bit for each token, the lowest
+    first. Bits beyond the vocabulary are 0. Masks of logits are made from them.
+    """
+    marks = np.zeros(vocab_size, dtype=np.bool_)
+    marks[np.asarray(tokens, dtype=np.int64)] = True
+    return torch.from_numpy(np.packbits(marks, bitorder="little"))

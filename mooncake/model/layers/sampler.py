@@ -33,9 +33,15 @@ from mooncake.engine.plan import SequenceStart
 from mooncake.model.backends import Backends
 from mooncake.model.copies import Arriving, Copies, HostCopies
 from mooncake.model.grammars.following import Follower, Grammars
-from mooncake.model.grammars.token_bits import bits_of
-from mooncake.model.layers.bad_words import BadWords, Place
-from mooncake.model.layers.sampling_math import MostLikely, draw, token_logprobs, uniform
+from mooncake.model.grammars.grammar_tokens import bits_of
+from mooncake.model.layers.sampling_math import (
+    BadWords,
+    MostLikely,
+    Place,
+    draw,
+    token_logprobs,
+    uniform,
+)
 
 DrawTokens = Callable[[torch.Tensor, on_device.DrawSettings], torch.Tensor]
 Penalize = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, on_device.Penalties], None]

@@ -17,9 +17,8 @@ from mooncake.model.device.graphs import DecodeGraphs, GraphPort
 from mooncake.model.device.prefill_graphs import PrefillGraphs
 from mooncake.model.drafts.model_drafts import ModelDrafts
 from mooncake.model.inputs import PageTables, StepInputs, build_inputs
-from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.kimi_k2 import KimiK2, ReadStates
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.read_states import ReadStates
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from mooncake.base import (
     SamplingParams,
     pack_tokens,
 )
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.machine import Machine
 from mooncake.base.messages import Role
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan
 from mooncake.engine.ranks.step_log import UsePages

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.machine import Machine
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.base.request import OutputEvent, RequestOutput
 from mooncake.sim.faults.checkers import (
     SETTLED_S,

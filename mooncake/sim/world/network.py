@@ -13,8 +13,8 @@ from random import Random
 
 import msgspec
 
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.kv_layout import SegmentRef
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.rpc.codec import decode, encode
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.questions import Question, Questions

@@ -19,8 +19,8 @@ from mooncake.base.errors import ConfigError, TransferError
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.net.endpoint import PeerKey
 from mooncake.transfer.net.handshake import Credentials
+from mooncake.transfer.net.retries import Breaker, BreakerLimits
 from mooncake.transfer.net.standing import Standing, ended
-from mooncake.transfer.path_health import Breaker, BreakerLimits
 
 PROBES = BreakerLimits(first_s=0.05, longest_s=2.0)
 PROBE_S = 30.0

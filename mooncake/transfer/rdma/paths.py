@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mooncake.transfer.batches import Part, SliceLimits
-from mooncake.transfer.path_health import Breaker, BreakerLimits
+from mooncake.transfer.net.retries import Breaker, BreakerLimits
 from mooncake.transfer.rdma.endpoint import Endpoint, EndpointState, Path
 from mooncake.transfer.topology import rank_remote
 

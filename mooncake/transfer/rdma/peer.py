@@ -17,9 +17,8 @@ from mooncake.transfer.batches import Job, Part, plan_slices
 from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.net.endpoint import PeerKey
 from mooncake.transfer.net.io_loop import Timer
-from mooncake.transfer.net.retries import RetryQueue
+from mooncake.transfer.net.retries import Breaker, RetryQueue
 from mooncake.transfer.net.session import ClientSession, SessionState
-from mooncake.transfer.path_health import Breaker
 from mooncake.transfer.rdma import wire
 from mooncake.transfer.rdma.endpoint import Endpoint, EndpointState, Path, Posted
 from mooncake.transfer.rdma.nic import Completion, Outcome, WorkRequest

@@ -15,7 +15,7 @@ from tests.support.api.server import ScriptedBackend, answer, live_api_server, s
 
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
-LOGGER = "mooncake.api.http.access_log"
+LOGGER = "mooncake.api.http.tracing"
 KEY = "secret-of-alice"
 
 

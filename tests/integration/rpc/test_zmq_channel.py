@@ -23,7 +23,6 @@ import zmq
 from zmq.utils import z85
 
 from mooncake import __version__
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.errors import ConfigError
 from mooncake.base.messages import (
     AbortTask,
@@ -37,6 +36,7 @@ from mooncake.base.messages import (
     WorkerHello,
     WorkerRef,
 )
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.base.request import RequestOutput, TokenLogprobs, packed_logprobs
 from mooncake.base.rights import MAX_KEYS, CredentialRole, client_id
 from mooncake.identity import Credential, certify, issue, own_credential

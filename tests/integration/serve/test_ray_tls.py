@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.launch.cluster.own_raylet import OwnRaylet
+from mooncake.launch.cluster.ray_node import OwnRaylet
 from mooncake.launch.host import environment
 from mooncake.launch.host.credentials import keep_ray_token_private
 from mooncake.launch.host.descendants import Descendants

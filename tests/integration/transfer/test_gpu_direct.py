@@ -19,7 +19,7 @@ from mooncake.transfer.local import InprocFabric
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import Credentials
 from mooncake.transfer.net.io_loop import IoLoop
-from mooncake.transfer.path_health import BreakerLimits
+from mooncake.transfer.net.retries import BreakerLimits
 from mooncake.transfer.rdma.backend import RdmaBackend, RdmaSettings
 from mooncake.transfer.rdma.memory import RdmaMemory
 from mooncake.transfer.rdma.nic import Outcome, WorkRequest

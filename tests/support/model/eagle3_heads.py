@@ -22,9 +22,8 @@ from mooncake.model.checkpoint.eagle3 import (
 )
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.inputs import build_inputs
-from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.kimi_k2 import KimiK2, ReadStates
 from mooncake.model.loading import load_model
-from mooncake.model.read_states import ReadStates
 from tests.support.model.tiny_models import CPU, kv_for, slot
 
 Tensors = dict[str, torch.Tensor]

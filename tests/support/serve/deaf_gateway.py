@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mooncake.base.any_message import AnyMessage
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.cli import main as cli
 from mooncake.rpc.zmq_channel import ZmqChannel
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.model.device.cuda_driver import Driver
+from mooncake.model.device.cuda_memory import Driver
 
 SOURCE = Path(__file__).with_name("fake_cuda.c")
 

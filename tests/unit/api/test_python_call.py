@@ -13,6 +13,7 @@ import pytest
 from mooncake.api.adapters.python_call import (
     Prefix,
     RequestOutput,
+    SamplingParams,
     answer,
     answers,
     chat_request,
@@ -20,7 +21,6 @@ from mooncake.api.adapters.python_call import (
 )
 from mooncake.api.api_server import ApiServer
 from mooncake.api.config import ApiConfig
-from mooncake.api.schema.sampling_params import SamplingParams
 from mooncake.base import Failure, InvalidRequest, MooncakeError, Overloaded, Unavailable
 from tests.support.api.server import (
     Script,

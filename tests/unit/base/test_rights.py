@@ -10,8 +10,8 @@ import pytest
 from mooncake.base import messages as m
 from mooncake.base import pool_messages as p
 from mooncake.base import rights
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import BlockKey
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.base.rights import (
     MAX_KEYS,
     MAX_NAME_CHARS,

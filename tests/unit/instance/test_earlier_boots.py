@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from mooncake.base import PutGranted, PutStart, packed_places
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.kv_layout import SegmentRef
+from mooncake.base.pool_messages import AnyMessage
 from tests.support.sim.cluster import LAYOUT, Cluster, request, specs
 
 PLACES = packed_places(LAYOUT, SegmentRef("gone", {}, "gone"), 0, [])

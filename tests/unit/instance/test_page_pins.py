@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.blocks import BlockKey
 from mooncake.base.kv_layout import BlockPlaces, KvLayout, PageArray, SegmentRef
 from mooncake.base.messages import PinBlocks, PinGranted, Unpin, WorkerRef
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.ranks.kv_moves import Hashed
 from mooncake.instance import page_pins

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from mooncake.base import BlockSource, PinBlocks
 from mooncake.base.messages import Prefetch
-from mooncake.instance.read_ahead import MAX_RUNS, PIECE_BYTES, ReadAhead
+from mooncake.instance.reuse import MAX_RUNS, PIECE_BYTES, ReadAhead
 from tests.support.engine.engine_pair import NUM_PAGES
 from tests.unit.instance.test_fetch import KEYS, STORE, Scene
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from mooncake.model.layers.bad_words import BadWords, Place, completing
+from mooncake.model.layers.sampling_math import BadWords, Place, completing
 
 
 def ends(place: Place) -> set[int]:

@@ -30,8 +30,7 @@ from mooncake.model.copies import HostCopies
 from mooncake.model.drafts.eagle3 import Eagle3Head, Eagle3Rows, KvWindows
 from mooncake.model.drafts.model_drafts import ModelDrafts
 from mooncake.model.inputs import build_inputs
-from mooncake.model.kimi_k2 import KimiK2
-from mooncake.model.read_states import ReadStates
+from mooncake.model.kimi_k2 import KimiK2, ReadStates
 from tests.support.model.eagle3_heads import (
     Tensors,
     config_of,

@@ -8,13 +8,12 @@ import torch
 from mooncake.base import KvLayout, ModelSpec
 from mooncake.engine.plan import BY_MODEL, StepSlot
 from mooncake.model.copies import HostCopies
+from mooncake.model.drafts.layers import MtpRows
 from mooncake.model.drafts.model_drafts import ModelDrafts
-from mooncake.model.drafts.mtp import MtpRows
 from mooncake.model.inputs import build_inputs
-from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.kimi_k2 import KimiK2, ReadStates
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import load_model
-from mooncake.model.read_states import ReadStates
 from mooncake.train.batches import Batch, packed
 from mooncake.train.checkpoint import named_tensors
 from mooncake.train.model import TrainedK2

@@ -14,9 +14,8 @@ from mooncake_kernels.reference.sampling import DrawSettings
 
 from mooncake.base import InternalError, SamplingParams
 from mooncake.engine.plan import SequenceStart
-from mooncake.model.layers.bad_words import completing
 from mooncake.model.layers.sampler import Sampler, SamplingOps
-from mooncake.model.layers.sampling_math import draw, uniform
+from mooncake.model.layers.sampling_math import completing, draw, uniform
 
 CPU = torch.device("cpu")
 Floats = npt.NDArray[np.float64]

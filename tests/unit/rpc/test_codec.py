@@ -10,11 +10,11 @@ import pytest
 from mooncake.base import messages as m
 from mooncake.base import pack_tokens
 from mooncake.base import pool_messages as p
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.cluster_mode import ClusterMode, Weights
 from mooncake.base.errors import ProtocolError
 from mooncake.base.kv_layout import BlockPlaces, KvPart, SegmentRef
 from mooncake.base.large_settings import LargeSettings, SettingName
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.base.request import FinishReason, GenerateRequest, SamplingParams, TokenLogprobs
 from mooncake.rpc.codec import (
     FRAME_VERSION,

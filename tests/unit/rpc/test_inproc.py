@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.errors import ProtocolError
 from mooncake.base.messages import AbortTask, Drain, Unpin, WorkerRef
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 
 

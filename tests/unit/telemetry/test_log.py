@@ -122,7 +122,7 @@ def test_one_message_is_logged_only_so_often_in_a_minute() -> None:
     for number in range(MAX_ALIKE_A_MINUTE + 5):
         log(logger.name, "refused %d", number)
     log(logger.name, "another")
-    log("mooncake.api.http.access_log", "refused %d", 1)
+    log("mooncake.api.http.tracing", "refused %d", 1)
     assert len(stream.getvalue().splitlines()) == MAX_ALIKE_A_MINUTE + 2
     now_s += 60.0
     log(logger.name, "refused %d", 1)

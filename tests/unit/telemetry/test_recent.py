@@ -6,8 +6,7 @@ import pytest
 
 from mooncake.base import FinishReason
 from mooncake.telemetry.events import Accepted, Finished, FirstToken, Refused, Tokens
-from mooncake.telemetry.metrics import Metrics
-from mooncake.telemetry.recent import MAX_REFUSALS, MAX_SAMPLES, WINDOW_S
+from mooncake.telemetry.metrics import MAX_REFUSALS, MAX_SAMPLES, WINDOW_S, Metrics
 
 
 def run(metrics: Metrics, name: str, *times: float, cached: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mooncake.transfer.path_health import Breaker, BreakerLimits
+from mooncake.transfer.net.retries import Breaker, BreakerLimits
 
 LIMITS = BreakerLimits(first_s=1.0, longest_s=4.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mooncake.transfer.net.directory import MAX_REMEMBERED, PROBE_S, PeerHealth
-from mooncake.transfer.path_health import BreakerLimits
+from mooncake.transfer.net.retries import BreakerLimits
 
 KEY = ("10.0.0.7:4301", "engine-7")
 LIMITS = BreakerLimits(first_s=1.0, longest_s=4.0)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.engine_events import read_engine_events
 from mooncake.base.errors import ConfigError, Forbidden, MooncakeError, ProtocolError
 from mooncake.base.ids import SeededIds
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.base.rights import CredentialRole, refusal
 from mooncake.identity import Credential, issue, own_credential
 from mooncake.identity.credential import PREFIX

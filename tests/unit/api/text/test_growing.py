@@ -16,8 +16,7 @@ from mooncake.api.adapters.anthropic_messages import MessageStream
 from mooncake.api.adapters.openai_responses import ResponseStream
 from mooncake.api.adapters.python_call import OutputBuilder, completion_request
 from mooncake.api.schema.messages import Block, Turn
-from mooncake.api.schema.response_replies import ResponseReply
-from mooncake.api.schema.responses import InputItem
+from mooncake.api.schema.responses import InputItem, ResponseReply
 from mooncake.api.text.answer import (
     Delta,
     Marker,

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from mooncake.integrations.sglang.settings import BackendSettings
+from mooncake.integrations.settings import BackendSettings
 from tests.support.integrations.hicache import BACKEND
 
 ROOT = Path(__file__).parents[4]

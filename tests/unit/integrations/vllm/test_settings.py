@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from mooncake.base import ConfigError
-from mooncake.integrations.identity import weights_name
-from mooncake.integrations.settings import PoolSettings
+from mooncake.integrations.settings import PoolSettings, weights_name
 
 GIVEN = {"pool_urls": ["http://127.0.0.1:8100"], "cluster_secret_file": "/secret"}
 

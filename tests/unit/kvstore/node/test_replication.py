@@ -25,8 +25,7 @@ from mooncake.base import (
 from mooncake.base.messages import Replicate
 from mooncake.base.pool_messages import FindReplicas, RemoveBlocks, ReplicasFound, TakenOver
 from mooncake.kvstore import KvNode, KvStoreConfig
-from mooncake.kvstore.node.replication import MAX_CLIENT_PULLS, MAX_PULLS
-from mooncake.kvstore.node.sources import ANSWER_S
+from mooncake.kvstore.node.replication import ANSWER_S, MAX_CLIENT_PULLS, MAX_PULLS
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.disk import SimDiskConfig, SimDisks
 from mooncake.sim.world.network import Endpoint, Network, NetworkConfig, SimChannel, SimTransfer

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from mooncake.base import KvLayout, TransferError
-from mooncake.model.device.cuda_driver import Driver, Gpu
-from mooncake.model.device.cuda_memory import CudaDevice
+from mooncake.model.device.cuda_memory import CudaDevice, Driver, Gpu
 from mooncake.model.device.pages import PageMemory
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.transfer.rdma.memory import RdmaMemory

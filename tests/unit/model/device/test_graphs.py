@@ -15,12 +15,11 @@ from mooncake.engine.plan import SequenceStart, StepPlan, StepResult, StepSlot
 from mooncake.model.backends import Backends
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, ladder
 from mooncake.model.inputs import build_inputs
-from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.kimi_k2 import KimiK2, ReadStates
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
 from mooncake.model.memory import GpuMemory, pages_that_fit
-from mooncake.model.read_states import ReadStates
 from mooncake.model.running.computed_step import CapturedSteps
 from mooncake.model.running.runner import ModelRunner
 from tests.support.model.ranks import ThreadRanks

@@ -48,8 +48,7 @@ from mooncake.engine.ranks.step_log import (
 from mooncake.model.backends import Backends
 from mooncake.model.copies import HostCopies
 from mooncake.model.drafts.eagle3 import Eagle3Head
-from mooncake.model.drafts.layers import draft_layer, load_head
-from mooncake.model.drafts.mtp import MtpRows
+from mooncake.model.drafts.layers import MtpRows, draft_layer, load_head
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler

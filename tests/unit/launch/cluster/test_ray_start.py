@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mooncake.base import MooncakeError
-from mooncake.launch.cluster import own_raylet
+from mooncake.launch.cluster import ray_node
 from mooncake.launch.host.credentials import private_dir
 
 
@@ -43,10 +43,10 @@ def test_a_start_that_hangs_is_given_up_at_a_signal(
         started.append(Silent(*words, **settings))
         return started[-1]
 
-    monkeypatch.setattr(own_raylet.subprocess, "Popen", start)
+    monkeypatch.setattr(ray_node.subprocess, "Popen", start)
     signals = iter([False, True])
     with pytest.raises(MooncakeError, match=r"^stopped while Ray was starting"):
-        own_raylet.OwnRaylet("10.0.0.7:6379", "10.0.0.8", lambda: next(signals), head=head)
+        ray_node.OwnRaylet("10.0.0.7:6379", "10.0.0.8", lambda: next(signals), head=head)
     [process] = started
     assert process.ended
     assert f"--temp-dir={private_dir()}" in process.words
