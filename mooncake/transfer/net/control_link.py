@@ -25,18 +25,27 @@ MAX_DESCRIPTORS = 4
 
 
 def begin_to_connect(address: Address) -> socket.socket:
-    """Return a socket that is connecting; its first event shows how that went. Raises OSError."""
+    """Return a socket that is connecting; its first event shows how that went. Raises OSError when
+    it has failed at once.
+    """
     sock = new_stream(address)
     try:
         sock.setblocking(False)
         if isinstance(address, str):
             sock.connect(address)  # a Unix socket connects at once or not at all
         else:
-            sock.connect_ex(address)
+            failure = sock.connect_ex(address)
+            if failure not in (0, errno.EINPROGRESS):
+                raise OSError(failure, os.strerror(failure))
     except OSError:
         sock.close()
         raise
     return sock
+
+
+def pack_frame(body: bytes) -> bytes:
+    """Return the bytes of a frame."""
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
 
 
 class ControlLink:
@@ -78,7 +87,7 @@ class ControlLink:
         """
         if self.closed:
             return
-        frame = len(body).to_bytes(_LENGTH_BYTES, "little") + body
+        frame = pack_frame(body)
         if descriptors:
             try:
                 if self._unsent:
@@ -173,6 +182,16 @@ class ControlLink:
         body = bytes(self._received[_LENGTH_BYTES : _LENGTH_BYTES + length])
         del self._received[: _LENGTH_BYTES + length]
         return body
+
+    def hand_over(self) -> socket.socket:
+        """Return the socket, which belongs to the caller from now on. Raises ProtocolError when the
+        peer has sent more than the frames so far, or has not taken what was sent.
+        """
+        if self._received or self._unsent or self._descriptors:
+            raise ProtocolError("the peer does not speak this protocol")
+        self.closed = True
+        self._loop.remove(self._sock.fileno())
+        return self._sock
 
     def _end_soon(self, reason: str) -> None:
         """End the stream after the caller of `send` has returned."""

@@ -91,6 +91,8 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def _decode(data: bytes | memoryview) -> _Message:
+    if len(data) > MAX_HANDSHAKE_BYTES:
+        raise HandshakeRefused(f"the peer does not speak this protocol: it sent {len(data)} bytes")
     try:
         return decode(_DECODER, data, "handshake")
     except ProtocolError as error:

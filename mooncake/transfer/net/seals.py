@@ -91,10 +91,6 @@ class Seals:
         opening.finalize()
 
 
-UNSEALED = Seals(Protection.NONE, b"")
-"""The seals of messages that are sent as they are; it has no state."""
-
-
 class PayloadSeal:
     """Seals, or opens, one payload chunk by chunk."""
 

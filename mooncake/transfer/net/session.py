@@ -21,7 +21,7 @@ from mooncake.transfer.net.codec import Answer, Ask, Codec
 from mooncake.transfer.net.control_link import ControlLink, begin_to_connect
 from mooncake.transfer.net.directory import PeerDirectory
 from mooncake.transfer.net.endpoint import PeerKey, address_of
-from mooncake.transfer.net.handshake import AcceptingSide, ConnectingSide, PeerIdentity
+from mooncake.transfer.net.handshake import AcceptingSide, Channel, ConnectingSide, PeerIdentity
 from mooncake.transfer.net.io_loop import IoLoop, Timer
 from mooncake.transfer.net.listener import whence
 
@@ -253,6 +253,14 @@ class OwnerStream:
         if self.identity is None:
             _LOG.info("%s peer left before it proved itself: %s", self._name, reason)
         self._events.close()
+
+    def hand_over(self) -> Channel:
+        """Leave the socket of a client that has been welcomed to the caller, for other frames than
+        these, and return their channel. Raises ProtocolError when the client did not wait for that.
+        """
+        self._link.hand_over()
+        assert self._handshake.channel is not None
+        return self._handshake.channel
 
     def close(self) -> None:
         """Close the connection."""

@@ -25,13 +25,8 @@ import msgspec
 from mooncake.base.errors import ProtocolError
 from mooncake.transfer.batches import Job, Part
 from mooncake.transfer.engine import Op
-from mooncake.transfer.net.endpoint import new_stream
-from mooncake.transfer.net.handshake import (
-    MAX_HANDSHAKE_BYTES,
-    Channel,
-    ConnectingSide,
-    HandshakeRefused,
-)
+from mooncake.transfer.net.control_link import ControlLink, begin_to_connect
+from mooncake.transfer.net.handshake import Channel, ConnectingSide
 from mooncake.transfer.net.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop, Timer
 from mooncake.transfer.regions import HostRegion, RangeRefused, RegionTable, withdrawn
 from mooncake.transfer.tcp import wire
@@ -128,6 +123,8 @@ class Connection:
         self._taken_over = False
         """True if a caller's thread, which has the lock, uses the socket instead of the loop."""
         self._handshake: ConnectingSide | None = None
+        self._link: ControlLink | None = None
+        """The socket in frames of the handshake, until the peer lets us in."""
         self._channel: Channel | None = None
         self._connection_id = ""
         self._timer: Timer | None = None
@@ -192,53 +189,42 @@ class Connection:
         self.state = ConnectionState.CONNECTING
         self._handshake = self._owner.new_handshake()
         try:
-            sock = self._sock = new_stream(self._address)
-            tune_socket(sock, self._limits.stall_s)
-            with contextlib.suppress(BlockingIOError):
-                sock.connect(self._address)
+            sock = begin_to_connect(self._address)
         except OSError as error:
             self.abort(f"cannot connect: {error}")
             return
-        self._events = WRITABLE
-        self.loop.add(sock.fileno(), WRITABLE, self._on_event)
+        self._link = ControlLink(self.loop, sock, self._on_handshake, self._on_no_connection)
         self._timer = self.loop.call_later(
             self._limits.connect_s, lambda: self.abort("the peer does not answer")
         )
+        self._link.send(self._handshake.first_message)
 
-    def _on_connected(self, sock: socket.socket) -> None:
-        error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if error:
-            raise OSError(error, f"cannot connect: {os.strerror(error)}")
-        assert self._handshake is not None
-        tune_connected(sock)
-        self.nic = sock.getsockname()[0]
-        self._expect(wire.LENGTH_BYTES, self._on_handshake_length)
-        self._watch(READABLE)
-        sock.sendall(wire.pack_handshake(self._handshake.first_message))
+    def _on_no_connection(self, reason: str) -> None:
+        self.abort(f"cannot connect: {reason}")
 
-    def _on_handshake_length(self, data: memoryview) -> None:
-        length = int.from_bytes(data, "little")
-        if not 0 < length <= MAX_HANDSHAKE_BYTES:
-            raise ProtocolError("the peer does not speak this protocol")
-        self._expect(length, self._on_handshake)
-
-    def _on_handshake(self, data: memoryview) -> None:
-        assert self._handshake is not None
-        assert self._sock is not None
-        answer = self._handshake.step(data)
-        if answer is not None:
-            self._expect(wire.LENGTH_BYTES, self._on_handshake_length)
-            self._sock.sendall(wire.pack_handshake(answer))
-            return
-        hello, self._channel = self._handshake.hello, self._handshake.channel
-        self._handshake = None
-        self._connection_id = hello.connection_id
-        self.state = ConnectionState.READY
-        self._expect_header()
-        self._progress_s = time.monotonic()
-        self._restart_timer()
-        self._owner.ready(hello.fenced)
-        self._pump()
+    def _on_handshake(self, body: bytes) -> None:
+        with self._lock:
+            assert self._handshake is not None
+            assert self._link is not None
+            answer = self._handshake.step(body)
+            if answer is not None:
+                self._link.send(answer)
+                return
+            sock = self._sock = self._link.hand_over()
+            hello, self._channel = self._handshake.hello, self._handshake.channel
+            self._handshake = self._link = None
+            tune_socket(sock, self._limits.stall_s)
+            tune_connected(sock)
+            self.nic = sock.getsockname()[0]
+            self._events = READABLE
+            self.loop.add(sock.fileno(), READABLE, self._on_event)
+            self._connection_id = hello.connection_id
+            self.state = ConnectionState.READY
+            self._expect_header()
+            self._progress_s = time.monotonic()
+            self._restart_timer()
+            self._owner.ready(hello.fenced)
+            self.wake()
 
     def _restart_timer(self) -> None:
         if self._timer is not None:
@@ -274,6 +260,9 @@ class Connection:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
         if self._sock is not None:
             self.loop.remove(self._sock.fileno())
             if reset:
@@ -389,17 +378,12 @@ class Connection:
         sock = self._sock
         assert sock is not None
         try:
-            if self.state is ConnectionState.CONNECTING and self._events == WRITABLE:
-                self._on_connected(sock)
-                return
             if events & WRITABLE:
                 self._flush()
             if events & (READABLE | HUNG_UP):
-                if not self._requests and self.state is ConnectionState.READY:
+                if not self._requests:
                     self._check_quiet(sock)
                 self._receive(sock)
-        except HandshakeRefused as error:
-            self.abort(error.message)
         except (OSError, ProtocolError, RangeRefused) as error:
             self.abort(str(error))
 
@@ -420,7 +404,7 @@ class Connection:
         self._expect(wire.HEADER_BYTES + self._channel.received.num_tag_bytes, self._on_header)
 
     def _receive(self, sock: socket.socket) -> None:
-        while self._sock is sock and (self._requests or self.state is not ConnectionState.READY):
+        while self._sock is sock and self._requests:
             try:
                 if self._receiving is not None:
                     count = self._receive_payload(sock, self._receiving, self._requests[0])

@@ -22,20 +22,18 @@ from dataclasses import dataclass
 
 from mooncake.base.errors import ProtocolError
 from mooncake.base.rights import Sender
-from mooncake.telemetry.audit import audit
 from mooncake.transfer.engine import MAX_ANSWER_PIECES, Pieces
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import (
-    MAX_HANDSHAKE_BYTES,
     WORKERS_AND_CLIENTS,
     Channel,
     Credentials,
     PeerIdentity,
 )
-from mooncake.transfer.net.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop, Timer
+from mooncake.transfer.net.io_loop import HUNG_UP, READABLE, WRITABLE, IoLoop
 from mooncake.transfer.net.listener import Listener, tcp_listener, watch_host, whence
-from mooncake.transfer.net.seals import UNSEALED
+from mooncake.transfer.net.session import OwnerStream, Welcome
 from mooncake.transfer.regions import RangeRefused, RegionTable, Withdrawable, withdrawn
 from mooncake.transfer.tcp import wire
 from mooncake.transfer.tcp.frames import Incoming, Outgoing
@@ -113,17 +111,17 @@ class ServerConnection:
         self.identity: PeerIdentity | None = None
         self._server = server
         self._sock = sock
-        self._handshake = server.credentials.accept(WORKERS_AND_CLIENTS)
+        self._stream: OwnerStream | None = None
+        """The socket in frames of the handshake, until the client has proven itself."""
         self._channel: Channel | None = None
-        self._timer: Timer | None = None
         self._fenced = False
         self._closed = False
         self._events = READABLE
         self._poller = select.poll()
         self._poller.register(sock, READABLE | select.POLLRDHUP)
-        self._want = memoryview(bytearray(wire.LENGTH_BYTES))
+        self._want = memoryview(b"")
         self._num_filled = 0
-        self._then: Callable[[memoryview], None] = self._on_handshake_length
+        self._then: Callable[[memoryview], None] = self._on_header
         self._has_head = False
         self._request: wire.Header | None = None
         self._began_s = 0.0
@@ -141,18 +139,31 @@ class ServerConnection:
         """Begin to listen to the client."""
         if self._closed:
             return
-        tune_socket(self._sock, self._server.limits.dead_host_s)
         tune_connected(self._sock)
+        self._stream = OwnerStream(
+            "TCP", self.loop, self._sock, self._server.credentials.accept(WORKERS_AND_CLIENTS),
+            self, self._server.limits.handshake_s,
+        )  # fmt: skip
+
+    def on_proven(self, identity: PeerIdentity, welcome: Welcome) -> None:
+        """Let a client in: from now on the socket carries requests."""
+        assert self._stream is not None
+        for stale in self._server.listener.fenced(identity):
+            stale.fence()
+        self.identity = identity
+        for oldest in self._server.listener.too_many_of(identity):
+            oldest.fence()
+        welcome(())
+        self._channel = self._stream.hand_over()
+        self._stream = None
+        tune_socket(self._sock, self._server.limits.dead_host_s)
         self.loop.add(self._sock.fileno(), READABLE, self._on_event)
-        self._timer = self.loop.call_later(self._server.limits.handshake_s, self._on_silence)
+        self._expect_head()
 
-    def _on_silence(self) -> None:
-        _LOG.warning("transfer connection closed: no handshake in time")
-        self.close()
-
-    def _forget_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+    def on_frame(self, body: bytes) -> None:
+        """Refuse a frame: after the handshake there are requests."""
+        del body
+        raise ProtocolError("the handshake is over")
 
     def fence(self) -> None:
         """Apply no further byte. On return none is being applied. From any thread."""
@@ -165,9 +176,11 @@ class ServerConnection:
         """Close the connection."""
         if not self._closed:
             self._closed = True
-            self._forget_timer()
-            self.loop.remove(self._sock.fileno())
-            self._sock.close()
+            if self._stream is not None:
+                self._stream.close()
+            else:
+                self.loop.remove(self._sock.fileno())
+                self._sock.close()
             self._incoming = None
             self._outgoing = None
             self._needed = []
@@ -217,7 +230,7 @@ class ServerConnection:
         self._then = then
 
     def _receive_head(self) -> None:
-        """Read what is available of a handshake message, or of a request's header and ranges."""
+        """Read what is available of a request's header and ranges."""
         self._has_head = False
         while not (self._closed or self._has_head):
             try:
@@ -230,44 +243,6 @@ class ServerConnection:
             self._num_filled += count
             if self._num_filled == len(self._want):
                 self._then(self._want)
-
-    # ------------------------------------------------------------- handshake
-
-    def _on_handshake_length(self, data: memoryview) -> None:
-        length = int.from_bytes(data, "little")
-        if not 0 < length <= MAX_HANDSHAKE_BYTES:
-            _LOG.warning("transfer connection refused: it does not speak this protocol")
-            self.close()
-            return
-        self._expect(length, self._on_handshake)
-
-    def _on_handshake(self, data: memoryview) -> None:
-        answer = self._handshake.step(data)
-        if self._handshake.refusal is not None:
-            _LOG.warning("transfer connection refused: %s", self._handshake.refusal)
-            audit(
-                "proof_failed",
-                proof="transfer",
-                whence=self._whence,
-                reason=self._handshake.refusal,
-            )
-            self._sock.send(wire.pack_handshake(answer))
-            self.close()
-            return
-        identity = self._handshake.identity
-        if identity is None:
-            self._expect(wire.LENGTH_BYTES, self._on_handshake_length)
-        else:
-            for stale in self._server.listener.fenced(identity):
-                stale.fence()
-            self.identity = identity
-            for oldest in self._server.listener.too_many_of(identity):
-                oldest.fence()
-            self._forget_timer()
-            self._channel = self._handshake.channel
-            self._expect_head()
-        self._has_head = True
-        self._reply(Outgoing([wire.pack_handshake(answer)], [], UNSEALED))
 
     # -------------------------------------------------------------- requests
 

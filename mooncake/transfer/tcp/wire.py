@@ -10,7 +10,7 @@ Both directions are sealed (`frames`): a tag follows each head (header and range
 each chunk of a payload, each reason and each answer. A header is kind (1 byte), version (1), number
 of ranges (2), request id (8), payload bytes (8) and an extra number (8): the grant of a WRITE, the
 bytes of a piece for an ASK, the bytes of the answer for a TOLD, else 0. A range is region, offset,
-length (8 each). Handshake messages go as their length (4) and body.
+length (8 each). Handshake messages go before them, in the frames of `net.control_link`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ HEAD_BYTES = HEADER_BYTES + RANGE_BYTES
 MAX_RANGES = 1024
 MAX_REQUEST_BYTES = 2**30
 MAX_REASON_BYTES = 1024
-LENGTH_BYTES = 4
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -120,11 +119,6 @@ def pack_refusal(request_id: int, reason: str) -> tuple[bytes, bytes]:
     """Return header and reason of a REFUSED frame."""
     text = reason.encode()[:MAX_REASON_BYTES]
     return pack_header(Header(REFUSED, 0, request_id, len(text))), text
-
-
-def pack_handshake(body: bytes) -> bytes:
-    """Return a handshake message in the format of a stream."""
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
 AHEAD_BYTES = 2**16

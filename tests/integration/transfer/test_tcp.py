@@ -20,6 +20,7 @@ from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.net.control_link import pack_frame
 from mooncake.transfer.net.endpoint import ListenAddress, Protection, parse_endpoint
 from mooncake.transfer.net.handshake import ConnectingSide, Credentials
 from mooncake.transfer.net.listener import MAX_UNPROVEN
@@ -312,7 +313,7 @@ class FakeOwner:
                         ids=SystemIds(),
                     ).accept()
                     while side.identity is None:
-                        sock.sendall(wire.pack_handshake(side.step(read_message(sock))))
+                        sock.sendall(pack_frame(side.step(read_message(sock))))
                     sock.recv(wire.HEAD_BYTES + TAG_BYTES, socket.MSG_WAITALL)
                     assert side.channel is not None
                     if self._header:
@@ -393,7 +394,7 @@ def shake(
     sock, side = connect(owner), credentials.connect("owner", fenced)
     message: bytes | None = side.first_message
     while message is not None:
-        sock.sendall(wire.pack_handshake(message))
+        sock.sendall(pack_frame(message))
         message = side.step(read_message(sock))
     return sock, side
 

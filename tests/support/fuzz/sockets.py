@@ -27,8 +27,9 @@ class PairedSocket(socket.socket):
     def getpeername(self) -> Any:
         return ("127.0.0.2", 2)
 
-    def connect(self, address: Any) -> None:
+    def connect_ex(self, address: Any) -> int:
         """Do nothing: it is connected."""
+        return 0
 
 
 def pair() -> tuple[PairedSocket, PairedSocket]:

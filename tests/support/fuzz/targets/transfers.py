@@ -24,6 +24,7 @@ from mooncake.transfer.engine import (
     TransferOp,
 )
 from mooncake.transfer.link_stats import LinkStats
+from mooncake.transfer.net.control_link import pack_frame
 from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.handshake import ConnectingSide
 from mooncake.transfer.net.io_loop import READABLE, WRITABLE
@@ -39,7 +40,6 @@ from mooncake.transfer.tcp.connection import (
 from mooncake.transfer.tcp.frames import Outgoing
 from mooncake.transfer.tcp.questions import Questions
 from mooncake.transfer.tcp.server import ServerConnection, ServerLimits
-from mooncake.transfer.tcp.wire import pack_handshake
 from tests.support.fuzz.sockets import LoopStub, pair
 from tests.support.fuzz.target import Target, pieces_of
 from tests.support.fuzz.targets.messages import credentials, genuine_handshake
@@ -226,7 +226,7 @@ class TcpOwner(Target):
         )  # fmt: skip
         connection = ServerConnection(server, ours, loop)
         connection.start()
-        theirs.sendall(b"".join(map(pack_handshake, genuine.said)))
+        theirs.sendall(b"".join(map(pack_frame, genuine.said)))
         for _ in range(2):
             turn(loop, ours, theirs)
         assert connection.identity is not None
@@ -299,7 +299,7 @@ class TcpClient(Target):
         genuine = self._genuine[protection]
         opening, stream = b"", Stream(data[2:], [], None)
         if how % 2 == 0:
-            opening = b"".join(map(pack_handshake, genuine.answered))
+            opening = b"".join(map(pack_frame, genuine.answered))
             if protection is not Protection.NONE:
                 frames, seals = answers_of(data[2:]), copy(genuine.to_client)
                 stream = sealed(frames, sealing // len(PROTECTIONS), seals, wire.HEADER_BYTES)
@@ -312,7 +312,7 @@ class TcpClient(Target):
             connection.wake()
         loop.run(ours, WRITABLE)
         try:
-            for piece in pieces_of(opening + stream.sent, how // 2):
+            for piece in (opening, *pieces_of(stream.sent, how // 2)):
                 left = piece
                 while left and not owner.failures:
                     left = left[send_some(theirs, left) :]
@@ -407,7 +407,7 @@ def conversation() -> tuple[bytes, bytes]:
     loop.run(client, WRITABLE)
     genuine = genuine_handshake()
     said, answered = (
-        len(b"".join(map(pack_handshake, each))) for each in (genuine.said, genuine.answered)
+        len(b"".join(map(pack_frame, each))) for each in (genuine.said, genuine.answered)
     )
     asks, answers = bytearray(), bytearray()
     while len(side.endings) < side.num_due:
