@@ -466,6 +466,19 @@ def test_a_peer_that_breaks_the_protocol_is_cut_off(open_tcp: Open, data: bytes)
     assert not theirs.array.any()
 
 
+def test_a_client_that_does_not_wait_until_it_is_let_in_is_cut_off(open_tcp: Open) -> None:
+    """Bytes that come with its proof would be lost when the socket changes hands."""
+    owner = open_tcp("owner")
+    side = client().connect("owner")
+    with connect(owner) as sock:
+        sock.sendall(pack_frame(side.first_message))
+        proof = side.step(read_message(sock))
+        assert proof is not None
+        sock.sendall(pack_frame(proof) + bytes(wire.HEAD_BYTES))
+        assert side.step(read_message(sock)) is None
+        assert hung_up(sock)
+
+
 def test_a_client_that_hangs_up_in_mid_write_applies_no_more(open_tcp: Open) -> None:
     """What an engine has given up must not reach memory from a socket's buffer later."""
     owner, us = open_tcp("owner"), open_tcp("us")

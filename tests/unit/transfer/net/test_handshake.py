@@ -14,6 +14,7 @@ from mooncake.identity import KeyAgreement, issue
 from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.handshake import (
     HANDSHAKE_VERSION,
+    MAX_HANDSHAKE_BYTES,
     WORKERS,
     WORKERS_AND_CLIENTS,
     AcceptingSide,
@@ -21,6 +22,7 @@ from mooncake.transfer.net.handshake import (
     ConnectingSide,
     Credentials,
     HandshakeRefused,
+    Refusal,
     Welcome,
 )
 
@@ -213,8 +215,13 @@ def test_keys_are_drawn_anew_for_each_connection() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"GET / HTTP/1.1", b"\xc1", msgspec.msgpack.encode({"type": "x"})]
-)
+    "data",
+    [
+        b"", b"GET / HTTP/1.1", b"\xc1", msgspec.msgpack.encode({"type": "x"}),
+        msgspec.msgpack.encode(Refusal("x" * MAX_HANDSHAKE_BYTES)),
+    ],
+    ids=["nothing", "http", "no message", "another message", "too long"],
+)  # fmt: skip
 def test_garbage_is_refused_on_both_sides(data: bytes) -> None:
     owner = party("b").accept()
     owner.step(data)
