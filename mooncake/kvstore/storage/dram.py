@@ -14,8 +14,7 @@ from mooncake.base import BlockKey, InternalError, Tier
 from mooncake.base.pool_messages import LastingPin
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.eviction import NONE, POLICIES, Keys
-from mooncake.kvstore.storage.kept import KeptBlocks
-from mooncake.kvstore.storage.tenants import TenantEviction
+from mooncake.kvstore.storage.tenants import KeptBlocks, TenantEviction
 
 
 class UniformAllocator:

@@ -46,9 +46,8 @@ from mooncake.model.checkpoint.files.checkpoint_files import (
     has_weights,
 )
 from mooncake.model.checkpoint.files.encryption import SUFFIX
-from mooncake.model.checkpoint.files.file_bytes import FileBytes
+from mooncake.model.checkpoint.files.file_bytes import FILE_NAME, FileBytes
 from mooncake.model.checkpoint.files.revision import PIECE_BYTES, SUM_BYTES, weights_revision
-from mooncake.model.checkpoint.files.statements import FILE_NAME
 from mooncake.model.options import ModelOptions
 from mooncake.rpc.channel import PeerEnded
 from mooncake.rpc.zmq_channel import ZmqChannel

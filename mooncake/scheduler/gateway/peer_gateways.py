@@ -21,7 +21,7 @@ from mooncake.scheduler.fairness import Turns
 from mooncake.scheduler.gateway.status import GatewayStatus, shown_address
 from mooncake.scheduler.membership_table import MAX_FENCED, REPEAT_S
 from mooncake.scheduler.placement.booking_table import BookingTable, BookingUpdate
-from mooncake.scheduler.scaling.demand import DemandMeter
+from mooncake.scheduler.scaling.policy import DemandMeter
 
 HEARTBEAT_S = 1.0
 FORGET_S = 600.0

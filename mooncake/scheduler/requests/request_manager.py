@@ -64,7 +64,7 @@ from mooncake.scheduler.requests.output_delivery import Deadlines, OutputDeliver
 from mooncake.scheduler.requests.permits import AdmissionPermits, PendingQueue
 from mooncake.scheduler.requests.read_ahead import ReadAhead
 from mooncake.scheduler.requests.record import RequestRecord
-from mooncake.scheduler.scaling.demand import DemandMeter
+from mooncake.scheduler.scaling.policy import DemandMeter
 from mooncake.telemetry.events import (
     Accepted,
     Refused,

@@ -22,8 +22,7 @@ import numpy as np
 from mooncake.base import CheckpointError, ConfigError
 from mooncake.crypto.aead import TAG_BYTES, Altered, Chunks, seal, unseal
 from mooncake.crypto.keys import KEY_BYTES, KeyRing, derive
-from mooncake.model.checkpoint.files.file_bytes import mapped
-from mooncake.model.checkpoint.files.statements import DIGEST, FILE_NAME, read_statement
+from mooncake.model.checkpoint.files.file_bytes import DIGEST, FILE_NAME, mapped, read_statement
 
 MANIFEST_NAME = "encryption.json"
 SUFFIX = ".enc"

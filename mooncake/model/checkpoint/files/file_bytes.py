@@ -1,11 +1,17 @@
-"""The bytes of one weights file, mapped. Any number of threads may read them at random at once."""
+"""The bytes of one weights file, mapped, which any number of threads may read at random at once; and
+the JSON files in which a checkpoint states what its weights are. Others wrote those, so they are
+read with care.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from mooncake.base import CheckpointError
 
@@ -63,3 +69,25 @@ def mapped(path: Path, *, private: bool = False) -> tuple[mmap.mmap | None, os.s
             return mmap.mmap(file.fileno(), 0, access=access), stat
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+FILE_NAME = re.compile(r"[^/\0]{1,240}\.safetensors")
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+Statement = TypeVar("Statement")
+
+
+def read_statement(path: Path, kind: type[Statement], what: str) -> Statement | None:
+    """Return the content of the file at `path`; None: there is no such file.
+
+    Raises:
+        CheckpointError: it cannot be read, or does not state `what`.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: does not say {what} ({error!s:.200})") from error

@@ -22,8 +22,13 @@ import msgspec
 import xxhash
 
 from mooncake.base import CheckpointError
-from mooncake.model.checkpoint.files.file_bytes import PlainBytes, identity_of
-from mooncake.model.checkpoint.files.statements import DIGEST, FILE_NAME, read_statement
+from mooncake.model.checkpoint.files.file_bytes import (
+    DIGEST,
+    FILE_NAME,
+    PlainBytes,
+    identity_of,
+    read_statement,
+)
 
 STATED_NAME = "weights-digests.json"
 """A file beside config.json with the digests of weights, which may themselves be missing."""

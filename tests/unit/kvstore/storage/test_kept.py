@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mooncake.kvstore.storage.kept import SLOT_S, KeptBlocks
+from mooncake.kvstore.storage.tenants import SLOT_S, KeptBlocks
 from tests.support.kvstore.node_world import key, keys
 
 

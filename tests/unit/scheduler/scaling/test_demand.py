@@ -6,7 +6,7 @@ import pytest
 
 from mooncake.base import CostSample
 from mooncake.engine.cost import StepCostModel
-from mooncake.scheduler.scaling.demand import DemandMeter, Offered
+from mooncake.scheduler.scaling.policy import DemandMeter, Offered
 
 
 class Cost(StepCostModel):

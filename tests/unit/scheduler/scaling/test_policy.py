@@ -12,11 +12,11 @@ import pytest
 from mooncake.base import Role
 from mooncake.engine.cost import StepCostModel
 from mooncake.scheduler.scaling.config import ScalingConfig
-from mooncake.scheduler.scaling.demand import Offered
 from mooncake.scheduler.scaling.policy import (
     CHECK_S,
     LATE,
     DecodeRoom,
+    Offered,
     ReplicaPolicy,
     Standing,
     erlang_c,
