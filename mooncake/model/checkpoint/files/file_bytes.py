@@ -1,6 +1,6 @@
-"""The bytes of one weights file, mapped, which any number of threads may read at random at once; and
-the JSON files in which a checkpoint states what its weights are. Others wrote those, so they are
-read with care.
+"""The bytes of one weights file, mapped, which any number of threads may read at random at once;
+and the JSON files in which a checkpoint states what its weights are. Others wrote those, so they
+are read with care.
 """
 
 from __future__ import annotations
