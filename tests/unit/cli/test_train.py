@@ -14,7 +14,6 @@ from mooncake.base import ConfigError
 from mooncake.bench import serve
 from mooncake.cli import eval as evaluation
 from mooncake.cli import train
-from mooncake.cli.eval import Eval
 from mooncake.launch.config.config import read_settings
 from mooncake.launch.config.shipped import configs
 from mooncake.launch.config.train_settings import Train
