@@ -31,9 +31,10 @@ EARLY = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 OWN_SIGNALS = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
 """Variables for processes that handle signals themselves: Ray would print stacks on SIGTERM."""
 
-RAY_WORKERS = {"RAY_worker_niceness": "0"}
+RAY_WORKERS = {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
 """Ray otherwise runs its workers, and with them engines that they start, behind all other
-processes.
+processes; and where pools take nearly all memory, it kills what looks after workers, again and
+again: that frees none.
 """
 
 BARE_LINES = {"RAY_DISABLE_WORKER_LOG_PREFIX": "1"}

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
+FULL = {"RAY_memory_usage_threshold": "0.01"}
+"""Has Ray believe that the memory is used up, as it is by a large pool: it would kill what looks
+after workers again and again.
+"""
+
 
 @pytest.fixture(scope="module")
 def found() -> Any:
     command = [sys.executable, "-m", "tests.support.serve.placed_workers"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, **FULL},
+    )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-5000:]
     return json.loads(ended.stdout.splitlines()[-1])
 
