@@ -255,7 +255,9 @@ class KvEventReader:
         except ProtocolError as error:
             if source not in self._warned:
                 self._warned.add(source)
-                logger.warning("%s publishes what cannot be read: %s", source, error.message)
+                logger.warning(
+                    "%s publishes block events that cannot be read: %s", source, error.message
+                )
             return
         if source in self._lost and self.news.put(EventNews(source, None)):
             self._lost.discard(source)

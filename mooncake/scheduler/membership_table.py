@@ -260,7 +260,9 @@ class MembershipTable:
             return []  # checked a moment ago: messages come much more often than a check is needed
         if self._checked_s is not None and now - self._checked_s > self._timeout_s / 2:
             pause_s = now - self._checked_s
-            logger.warning("the gateway stood still for %.1f s; heartbeats get as long", pause_s)
+            logger.warning(
+                "the gateway stood still for %.1f s; signs of life may be so much later", pause_s
+            )
             for member in self._members.values():
                 member.last_heard_s += pause_s
         self._checked_s = now

@@ -186,9 +186,9 @@ class BatchRunner:
                     if looks % SWEEP_LOOKS == 0:
                         await self._sweep()
                 except MooncakeError as error:
-                    _log.error("batches wait: %s", error)
+                    _log.error("batches cannot go on; trying again: %s", error)
                 except Exception:  # the next look may find what this one did not
-                    _log.exception("a look at the batches failed")
+                    _log.exception("looking for batches failed; trying again")
                 looks += 1
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
@@ -250,7 +250,7 @@ class BatchRunner:
         try:
             await self._run(run)
         except MooncakeError as error:
-            _log.error("batch %s waits: %s", batch.id, error)
+            _log.error("batch %s cannot go on; trying again: %s", batch.id, error)
             await asyncio.sleep(RETRY_S)
         except Exception:
             _log.exception("batch %s failed here, and is started again", batch.id)
@@ -379,7 +379,7 @@ class BatchRunner:
                     run.lose()
                 return
             except MooncakeError as error:
-                _log.error("a result of batch %s waits: %s", batch.id, error)
+                _log.error("a result of batch %s cannot be kept; trying again: %s", batch.id, error)
             await asyncio.sleep(RETRY_S)
 
     async def _result(self, batch: BatchRow, number: int, custom_id: str, body: bytes) -> Result:

@@ -155,7 +155,7 @@ class SchemaChecker:
         except (OSError, EOFError, ValueError):  # it has ended: of time, or of memory
             self._end()
             self._too_costly[schema.digest] = len(value)
-            _log.warning("a schema took too much time or memory to check an answer against")
+            _log.warning("checking an answer against a schema took too much time or memory")
             self._start()  # in the time of the tenant whose schema ended it
             return _unchecked("it took too much time or memory")
         if isinstance(said, str):

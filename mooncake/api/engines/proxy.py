@@ -191,7 +191,7 @@ class EngineProxy(Serving):
                 await self._look(url)
                 self._report(url)
             except Exception as error:  # the next looks go on
-                _log.exception("%s: a look at its health failed", url)
+                _log.exception("the health check of %s failed", url)
                 self._is_down(url, f"{type(error).__name__}: {error}", was_up=self.fleet.is_up(url))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._look_s):

@@ -128,9 +128,9 @@ async def _renew(tls: TlsFiles, context: ssl.SSLContext) -> None:
             tls.context()
             context.load_cert_chain(tls.certfile, tls.keyfile, password="")
         except (ConfigError, OSError) as error:
-            _log.error("the certificate stays as it was: %s", error)
+            _log.error("the new certificate is not used, and the old one stays: %s", error)
         else:
-            _log.info("ssl-certfile: read again from %s", tls.certfile)
+            _log.info("ssl-certfile: the certificate was read again from %s", tls.certfile)
 
 
 def _looks(tls: TlsFiles) -> list[tuple[int, ...]]:
@@ -179,7 +179,10 @@ class _TlsDoor:
                 self._shaking[shaking] = None
                 shaking.add_done_callback(partial(self._ended, accepted))
                 if len(self._shaking) > MAX_SHAKING:
-                    _log.warning("a connection was closed: %d others shake hands", MAX_SHAKING)
+                    _log.warning(
+                        "a connection was closed: %d others are in their TLS handshake",
+                        MAX_SHAKING,
+                    )
                     oldest = next(iter(self._shaking))
                     del self._shaking[oldest]
                     oldest.cancel()
@@ -276,7 +279,7 @@ async def serve(
         await asyncio.gather(*aside, return_exceptions=True)
         for end in await asyncio.gather(*accepting, return_exceptions=True):
             if isinstance(end, Exception):
-                _log.error("no connection was accepted any more", exc_info=end)
+                _log.error("the API server accepts no connections any more", exc_info=end)
         if not running.done():
             running.cancel()
         listener.close()

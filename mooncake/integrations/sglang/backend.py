@@ -210,7 +210,7 @@ class MooncakeHiCache(HiCacheStorage):  # type: ignore[misc]
         try:
             return work()
         except Exception:
-            logger.exception("the pool was used wrongly, which is a bug: pages are computed")
+            logger.exception("the pool was used wrongly because of a bug, so pages are computed")
             return missed
 
     def _places(self, keys: Sequence[str], host_indices: Any) -> list[Parts]:

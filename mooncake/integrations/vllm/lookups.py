@@ -128,7 +128,7 @@ class PoolLookups:
         except MooncakeError:
             pass  # the link has logged it
         except Exception:
-            logger.exception("the pool cannot be reached for a reason that is a bug")
+            logger.exception("the pool cannot be reached because of a bug")
 
     def _found(self, chain: Sequence[BlockKey]) -> int | None:
         """Return how many leading chunks there are; None if the pool fails."""
@@ -137,7 +137,7 @@ class PoolLookups:
         except MooncakeError:
             return None
         except Exception:  # whatever is wrong with the pool, the request goes on
-            logger.exception("a look-up failed for a reason that is a bug")
+            logger.exception("a look-up failed because of a bug")
             return None
 
     def _match(self, session: PoolSession, chain: Sequence[BlockKey]) -> int:

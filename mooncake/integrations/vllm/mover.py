@@ -268,7 +268,7 @@ class Mover:
         except MooncakeError:
             return None  # the link has logged it
         except Exception:  # whatever is wrong with the pool, requests go on
-            logger.exception("moving blocks failed for a reason that is a bug")
+            logger.exception("moving blocks failed because of a bug")
             return None
 
     def _memory_of(self, session: PoolSession) -> BlockMemory:

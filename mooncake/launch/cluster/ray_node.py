@@ -254,7 +254,9 @@ class _Node:
                 looked_s = time.monotonic()
                 if lost := there.keys() - ray_cluster.nodes().keys():
                     names = ", ".join(sorted(there[node] for node in lost))
-                    _log.warning("lost: the Ray of %s; its workers are looked for", names)
+                    _log.warning(
+                        "the Ray of %s is lost; other machines are asked for its workers", names
+                    )
                     return False
             return go_on()
 
@@ -267,7 +269,7 @@ class _Node:
         if time.monotonic() > self._looked_s + LOOK_S:
             self._looked_s = time.monotonic()
             if gives_way(self._own, [_is_head(host) for host in self._hosts[: self._own]]):
-                _log.warning("a machine before this one in the file is a head too: it counts")
+                _log.warning("a machine before this one in the file is a head, too, and stays it")
                 return False
         return True
 

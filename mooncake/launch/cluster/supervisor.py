@@ -253,7 +253,7 @@ class Supervisor:
 
     def _have_start(self, settings: WorkerSettings) -> None:
         self.entries.append(self._launch(settings))
-        _log.info("%s starts: more are wanted", settings.worker_id)
+        _log.info("%s starts, because more workers are wanted", settings.worker_id)
 
     def _have_leave(self, entry: Entry, drain_s: float) -> None:
         if entry.serves:
@@ -261,7 +261,7 @@ class Supervisor:
             entry.leave_by_s = time.monotonic() + drain_s
         else:
             self._drop(entry)
-        _log.info("%s leaves: fewer are wanted", entry.settings.worker_id)
+        _log.info("%s leaves, because fewer workers are wanted", entry.settings.worker_id)
 
     def _drop(self, entry: Entry) -> None:
         """Forget a worker that was told to leave."""
@@ -342,7 +342,9 @@ class Supervisor:
         now_s = time.monotonic()
         for entry in list(self.entries):
             if entry.leave_by_s is not None and now_s > entry.leave_by_s + STOP_S:
-                _log.warning("%s has not left in time: it is ended", entry.settings.worker_id)
+                _log.warning(
+                    "%s has not left in time, so its process is ended", entry.settings.worker_id
+                )
                 self._drop(entry)
                 continue
             if entry.retry_at_s is not None and now_s >= entry.retry_at_s:

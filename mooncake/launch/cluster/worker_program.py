@@ -148,7 +148,7 @@ class WorkerProgram:
             if begin is None:
                 raise OSError("it is not a worker yet")
             if known is not None and known.fingerprint != begin.fingerprint:
-                _log.warning("a `mooncake serve` with other settings takes the place of this one")
+                _log.warning("this worker ends: a `mooncake serve` with other settings replaces it")
                 self._make_way()
             for number, file in enumerate(files, 1):
                 os.dup2(file, number)

@@ -178,7 +178,7 @@ def _is_of_this_user(sock: socket.socket) -> bool:
         return True
     _log.warning(
         "process %d of user %d came to the socket of workers that share experts, which are user "
-        "%d's: it is not heard", pid, user, os.geteuid()
+        "%d's: it is ignored", pid, user, os.geteuid()
     )  # fmt: skip
     return False
 

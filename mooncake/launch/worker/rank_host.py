@@ -71,7 +71,9 @@ class RankHost:
             with contextlib.suppress(OSError):  # its thread closes it
                 oldest.shutdown(socket.SHUT_RDWR)
         _log.warning(
-            "closed %s: %d connections have not proven themselves", from_oldest, MAX_UNPROVEN
+            "the connection from %s was closed: %d others have not proven who they are",
+            from_oldest,
+            MAX_UNPROVEN,
         )
 
     def close(self) -> None:

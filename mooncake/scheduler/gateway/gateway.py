@@ -157,7 +157,7 @@ class Gateway:
     def drain(self, now: float) -> None:
         """Refuse new requests from now on; `idle` becomes true when the accepted ones end."""
         if self._draining_since_s is None:
-            logger.info("draining: %d requests to finish", len(self._request_manager))
+            logger.info("this gateway drains: %d requests still run", len(self._request_manager))
             self._draining_since_s = now
 
     @property
@@ -320,7 +320,7 @@ class Gateway:
             case GatewayNews() if self._on_news(event, now):
                 self._forget_gateways(now)  # a gateway that is back is lost in its old epoch
                 gateway_id = event.gateway.worker_id
-                logger.info("gateway %s places requests too", gateway_id)
+                logger.info("gateway %s has joined and places requests, too", gateway_id)
                 self._membership.set_gateways(self._peers.live, now)
                 self._recorder.record(
                     WorkerJoined(worker_id=gateway_id, at_s=now, role=Role.GATEWAY, num_blocks=0)

@@ -419,11 +419,11 @@ class ModeControl:
     def _forget_silent(self, now: float) -> None:
         for worker_id, sleeping in list(self._sleeping.items()):
             if now - sleeping.heard_s > self._timeout_s:
-                logger.warning("worker %s, which slept, is lost: no sign of life", worker_id)
+                logger.warning("worker %s is lost: it slept and gave no sign of life", worker_id)
                 del self._sleeping[worker_id]
         for worker_id, since_s in list(self._away.items()):
             if self.mode.sleep_level and now - since_s > GIVE_UP_S:
-                logger.warning("worker %s left to sleep and is not waited for", worker_id)
+                logger.warning("worker %s left to sleep and is waited for no longer", worker_id)
                 del self._away[worker_id]
         self._told = {worker for worker in self._told if self._membership.is_live(worker)}
 

@@ -243,7 +243,7 @@ class PeerGateways:
     def _check_silence(self, now: float) -> None:
         for name, peer in list(self._peers.items()):
             if not peer.silent and now - peer.heard_s > self._timeout_s:
-                logger.warning("gateway %s at %s is silent", name, peer.ref.address)
+                logger.warning("gateway %s at %s gives no sign of life", name, peer.ref.address)
                 self._lose(peer)
             elif now - peer.heard_s > FORGET_S:
                 del self._peers[name]

@@ -618,7 +618,9 @@ class RequestManager:
         self.counters[f"requests_{reason.value}"] += 1
         if record.num_conflicts:
             logger.error(
-                "request %s: %d repeated tokens differed", record.request_id, record.num_conflicts
+                "request %s: %d tokens were computed again and differed",
+                record.request_id,
+                record.num_conflicts,
             )
         self._ports.recorder.record(record.finished(reason, failure, now))
         record.sink(record.final_event(reason, stop_token_id, failure))

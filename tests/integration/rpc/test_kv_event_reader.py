@@ -164,7 +164,7 @@ def test_a_batch_that_cannot_be_read_is_left_out_and_told_once(
     published.publish([removed(3)])
     reading = Reading(home)
     assert reading.numbers(1) == [3]
-    assert caplog.text.count("publishes what cannot be read") == 1
+    assert caplog.text.count("publishes block events that cannot be read") == 1
     reading.reader.close()
     published.close()
 
