@@ -224,7 +224,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         "--port", "0", "--colocated", "--api-keys-file", str(keys),
         "--kv-cache-memory-bytes", "64MiB", "--kvstore-dram-bytes", "32MiB",
     )  # fmt: skip
-    with ServerProcess(str(MODEL), *words) as server:
+    with ServerProcess(str(MODEL), *words, forked=False) as server:
         server.wait_until_serving()
         yield server
 

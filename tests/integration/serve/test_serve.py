@@ -49,7 +49,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(str(checkpoint), *SMALL) as server:
+    with ServerProcess(str(checkpoint), *SMALL, forked=False) as server:
         server.wait_until_serving()
         yield server
         code, left = server.stop()
@@ -256,7 +256,7 @@ def alive(pid: int) -> bool:
 
 def test_colocated_needs_no_second_process(checkpoint: Path) -> None:
     words = (*SMALL, "--colocated", "--shutdown-timeout", "120")
-    with ServerProcess(str(checkpoint), *words) as server:
+    with ServerProcess(str(checkpoint), *words, forked=False) as server:
         server.wait_until_serving()
         assert set(server.worker_pids().values()) == {server.process.pid}
         assert len(server.complete("hello", 5)) == 5

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any
 
 import httpx
 import psutil
+
+from tests.support.serve import forked_program
 
 START_S = 300.0
 STOP_S = 60.0
@@ -35,13 +36,8 @@ class Server:
             "PYTHONUNBUFFERED": "1",
         }
         with log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "mooncake.cli.main", "serve", "--port", "0", *args],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+            words = ("serve", "--port", "0", *args)
+            self.process = forked_program.start(words, environment, out.fileno())
         self.url = self._wait_until_serving()
         self.client = httpx.Client(base_url=self.url, timeout=120.0)
 

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from mooncake.launch.host.descendants import Descendants
+from tests.support.serve import forked_program
 
 START_S = 240.0
 STOP_S = 90.0
@@ -27,27 +28,30 @@ class ServerProcess:
     """A server on a free port. Use as a context: leaving it sends SIGINT and waits."""
 
     def __init__(
-        self, *words: str, module: str = "mooncake.cli.main", cwd: Path | None = None
+        self, *words: str, module: str | None = None, cwd: Path | None = None, forked: bool = True
     ) -> None:
         """Run `serve` with these words, in the directory `cwd`; `module` stands in for the
-        command's own.
+        command's own. `forked`: see `forked_program`; where it is False, or a module is given, a
+        new interpreter starts.
         """
         self.lines: list[str] = []
         self.url = ""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, "serve", *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            cwd=cwd,
-        )
+        self._output, output = os.pipe()
+        try:
+            if module is None and forked:
+                self.process = forked_program.start(["serve", *words], os.environ, output, cwd)
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", module or "mooncake.cli.main", "serve", *words],
+                    stdout=output, stderr=output, cwd=cwd, start_new_session=True, text=True,
+                )  # fmt: skip
+        finally:
+            os.close(output)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as output:
+        with open(self._output, errors="replace") as output:
             for line in output:
                 self.lines.append(line.rstrip("\n"))
 
