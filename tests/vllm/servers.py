@@ -11,15 +11,21 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.support.servers import VLLM_ENV, VLLM_SETTINGS, Layout, running
+from mooncake.base import MooncakeError
 from mooncake.base.blocks import KEY_BYTES
 from tests.support.kvstore.pool_process import SECRET, PoolProcess, until
 from tests.support.kvstore.pool_traffic import check_nothing_is_held
@@ -35,10 +41,25 @@ LOOKUP_S = 10.0
 """A busy machine needs more than the 0.5 s that are the default."""
 START_S = 900.0
 """vLLM takes a minute to start, and much longer beside others that use all cores."""
+WAIT_S = 120.0
+"""What has not come by then on a busy machine does not come."""
+ENVIRONMENT = {
+    **{name: value for name, value in VLLM_SETTINGS.items() if name != "VLLM_CPU_KVCACHE_SPACE"},
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+"""Without the setting of whole GiB: `FLAGS` give less memory for KV."""
+COMPARED = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+FLAGS = (
+    "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager",
+    "--max-model-len", "4096", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(2**27),
+)  # fmt: skip
+"""Of every server."""
 
 
 def write_llama(path: Path) -> Path:
-    """Write a Llama whose answers depend on the whole prompt: logits lie well apart in float32."""
+    """Write a Llama whose answers depend on the whole prompt: logits lie well apart in float32. Its
+    tokens are the words w0, w1, ...; every other word is w0.
+    """
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
@@ -46,6 +67,9 @@ def write_llama(path: Path) -> Path:
         initializer_range=0.1, tie_word_embeddings=False,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(path)
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(path)
     return path
 
 
@@ -98,6 +122,11 @@ class Vllm:
         found = self.post("/v1/completions", body)
         details = found["usage"]["prompt_tokens_details"] or {}
         return Answer(found["choices"][0]["token_ids"], details.get("cached_tokens") or 0)
+
+    def found_elsewhere(self, tokens: Sequence[int]) -> int:
+        """Return how many tokens of a prompt it finds that its own cache does not have."""
+        self.forget()
+        return self.ask(tokens, 1).cached
 
     def forget(self, *, also_the_pool: bool = False) -> None:
         """Have it empty its own prefix cache. The pool's blocks stay; `also_the_pool`: they are not
@@ -166,7 +195,33 @@ class Pool:
 
     def kill(self, name: str) -> None:
         self.send(name, signal.SIGKILL)
-        self.nodes.pop(name).process.wait(10)
+        self.nodes.pop(name).process.wait(WAIT_S)
+
+    @contextlib.contextmanager
+    def hanging(self, name: str) -> Iterator[None]:
+        """Stop a node meanwhile. Unless it is killed meanwhile, it is part of the pool again
+        afterwards: one that hangs for longer than the pool allows ends, and is started anew.
+        """
+        self.send(name, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            if name in self.nodes:
+                self.send(name, signal.SIGCONT)
+        if name in self.nodes:
+            until(lambda: self._is_whole(name), f"{name} is part of the pool again", WAIT_S)
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether all nodes answer as members of the pool. Start one that has ended."""
+        if self.nodes[name].process.poll() is not None:
+            self.start(name)
+        try:
+            with self.nodes["left"].session() as session:
+                found = session.stat_all()
+        except MooncakeError:
+            return False
+        errors = [state for _, state in found if isinstance(state, MooncakeError)]
+        return len(found) == len(self.nodes) and not errors
 
     def num_put(self, name: str) -> int:
         """Return how many blocks clients have put to a node."""
@@ -213,16 +268,23 @@ def write_secret(path: Path) -> Path:
 def vllm_server(name: str, model: Path, *flags: str) -> Iterator[Vllm]:
     """Run vllm-cpu with these flags."""
     command = (
-        str(VLLM_ENV / "bin" / "vllm"), "serve", str(model), "--skip-tokenizer-init",
-        "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager",
-        "--enable-prefix-caching", "--enable-prompt-tokens-details", "--max-model-len", "4096",
-        "--max-num-seqs", "8", *flags,
+        str(VLLM_ENV / "bin" / "vllm"), "serve", str(model), *FLAGS, "--enable-prefix-caching",
+        "--enable-prompt-tokens-details", *flags,
     )  # fmt: skip
-    settings = {
-        **VLLM_SETTINGS, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    layout = Layout(name=name, command=command, environment=settings)
-    compared = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    with running(layout, compared=compared, start_s=START_S) as server:
+    layout = Layout(name=name, command=command, environment=ENVIRONMENT)
+    with running(layout, compared=COMPARED, start_s=START_S) as server:
         yield Vllm(server.url, server.log, server.pid)
+
+
+@contextlib.contextmanager
+def at_once(servers: Sequence[AbstractContextManager[Vllm]]) -> Iterator[list[Vllm]]:
+    """Run servers that start at the same time."""
+    with contextlib.ExitStack() as opened, ThreadPoolExecutor(len(servers)) as threads:
+        yield list(threads.map(opened.enter_context, servers))
+
+
+def vllm_servers(
+    model: Path, flags: Mapping[str, Sequence[str]]
+) -> AbstractContextManager[list[Vllm]]:
+    """Run a vllm-cpu for each name, with its flags."""
+    return at_once([vllm_server(name, model, *more) for name, more in flags.items()])

@@ -1,30 +1,34 @@
 """Prefill and decode apart: one vLLM server computes prompts, another one answers them. Their KV
-goes through a pool node. The prefill server dies.
+goes through a pool node, which comes after they have started. The prefill server dies.
 
 The tests build on each other: run them in their order. Each uses prompts of its own.
 """
 
 from __future__ import annotations
 
-import signal
+import json
 import urllib.error
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from benchmarks.support.vllm_environment import why_no_connector
+from tests.support.docs.typed import here, in_shell
+from tests.support.kvstore.pool_process import until
+from tests.vllm.docs import documented_block
 from tests.vllm.servers import (
+    WAIT_S,
     Answer,
     Pool,
+    Vllm,
     check_conformance,
     prompt,
     transfer_config,
-    vllm_server,
+    vllm_servers,
     whole_blocks,
-    write_llama,
     write_secret,
 )
 
@@ -42,25 +46,18 @@ pytestmark = [
 class World:
     """A pool node, a server alone, one that computes prompts, and one that answers them."""
 
-    def __init__(self, home: Path, stack: ExitStack) -> None:
-        model, secret = write_llama(home / "llama"), write_secret(home / "secret")
+    def __init__(self, home: Path, model: Path, alone: Future[Vllm], stack: ExitStack) -> None:
+        secret = write_secret(home / "secret")
         self.pool = Pool(home)
         stack.callback(self.pool.close)
-        self.pool.start("left")
 
         def flags(role: str) -> tuple[str, str]:
             config = transfer_config([self.pool.url("left")], secret, role, load_timeout_s=LOAD_S)
             return "--kv-transfer-config", config
 
-        servers = {
-            "alone": (),
-            "prefill": flags("kv_producer"),
-            "decode": flags("kv_consumer"),
-        }
-        # One after another: each takes all cores for a minute.
-        self.alone, self.prefill, self.decode = (
-            stack.enter_context(vllm_server(name, model, *more)) for name, more in servers.items()
-        )
+        servers = {"prefill": flags("kv_producer"), "decode": flags("kv_consumer")}
+        self.prefill, self.decode = stack.enter_context(vllm_servers(model, servers))
+        self.alone = alone.result()
 
     def answer(self, tokens: list[int]) -> Answer:
         """Return the answer of both servers, as a proxy before them gets it."""
@@ -68,9 +65,37 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, plain: Future[Vllm]
+) -> Iterator[World]:
     with ExitStack() as stack:
-        yield World(tmp_path_factory.mktemp("apart"), stack)
+        yield World(tmp_path_factory.mktemp("apart"), model, plain, stack)
+
+
+def test_servers_that_start_before_the_pool_join_it(world: World) -> None:
+    tokens = prompt(50, 400)
+    expected = world.alone.ask(tokens)
+    assert world.answer(tokens) == Answer(expected.tokens, 0)
+    world.pool.start("left")
+
+    def share() -> bool:
+        # What is in the caches of the servers neither goes to the pool nor comes from there.
+        world.prefill.forget()
+        world.decode.forget()
+        return world.answer(tokens) == Answer(expected.tokens, whole_blocks(400))
+
+    until(share, "both have joined the pool", WAIT_S)
+
+
+def test_the_documented_request_returns_what_goes_to_the_other_server(
+    world: World, tmp_path: Path
+) -> None:
+    typed = here(
+        documented_block("curl -s PREFILL"), {"PREFILL": world.prefill.url, "MODEL": "tiny"}
+    )
+    params = json.loads(in_shell(typed, tmp_path))["kv_transfer_params"]
+    body = {"model": "tiny", "prompt": "Say hello", "max_tokens": 4, "kv_transfer_params": params}
+    assert world.decode.post("/v1/completions", body)["usage"]["completion_tokens"] == 4
 
 
 def test_answers_are_those_of_one_server_and_prompts_are_computed_once(world: World) -> None:
@@ -109,13 +134,10 @@ def test_it_passes_the_conformance_suite(world: World) -> None:
 def test_a_prefill_server_killed_before_its_blocks_are_out_is_a_miss(world: World) -> None:
     """It has promised them, while the pool node hangs."""
     tokens = prompt(30, 900)
-    world.pool.send("left", signal.SIGSTOP)
-    try:
+    with world.pool.hanging("left"):
         params = world.prefill.hand_over(tokens)
         assert params["mooncake_tokens"] == 7 * 128
         world.prefill.kill()
-    finally:
-        world.pool.send("left", signal.SIGCONT)
     found = world.decode.ask(tokens, kv_transfer_params=params)
     assert found == Answer(world.alone.ask(tokens).tokens, 0)
 

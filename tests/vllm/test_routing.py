@@ -23,7 +23,7 @@ from benchmarks.support.vllm_environment import why_no_connector
 from mooncake.base.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.support.kvstore.pool_process import until
 from tests.support.serve.server import Server, serving
-from tests.vllm.servers import BLOCK_TOKENS, Vllm, prompt, vllm_server, write_llama
+from tests.vllm.servers import BLOCK_TOKENS, Vllm, prompt, vllm_servers
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60.0
@@ -63,20 +63,17 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    home = tmp_path_factory.mktemp("routing")
-    model = write_llama(home / "llama")
-    servers, flags = [], []
-    with contextlib.ExitStack() as opened:
-        for name in ("left", "right"):
-            events, replay = free_ports(2)
-            server = opened.enter_context(
-                vllm_server(name, model, "--kv-events-config", documented_config(events, replay))
-            )
+def world(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[World]:
+    ports = {name: free_ports(2) for name in ("left", "right")}
+    servers = {
+        name: ("--kv-events-config", documented_config(*places)) for name, places in ports.items()
+    }
+    with vllm_servers(model, servers) as started:
+        flags = ["--role", "gateway"]
+        for server, (events, replay) in zip(started, ports.values(), strict=True):
             places = f"tcp://127.0.0.1:{events},tcp://127.0.0.1:{replay}"
             flags += ["--engines", server.url, "--engine-events", f"{server.url}={places}"]
-            servers.append(server)
-        yield World(servers, ["--role", "gateway", *flags], home / "log")
+        yield World(started, flags, tmp_path_factory.mktemp("routing") / "log")
 
 
 @contextlib.contextmanager

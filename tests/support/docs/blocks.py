@@ -357,8 +357,8 @@ CLASSES: dict[str, dict[str, Class]] = {
     },
     "docs/vllm.md": {
         "openssl rand": Typed(),
-        "pip install": Elsewhere("tests/vllm/test_connector.py", "vLLM"),
-        "vllm serve": Elsewhere("tests/vllm/test_connector.py", "vLLM"),
+        "pip install": Elsewhere("tests/vllm/test_page.py", "vLLM"),
+        "vllm serve": Elsewhere("tests/vllm/test_page.py", "vLLM"),
         "curl -s PREFILL": Elsewhere("tests/vllm/test_apart.py", "vLLM"),
         "mooncake pool stats": OfPool(),
     },
