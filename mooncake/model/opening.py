@@ -268,14 +268,14 @@ class ModelSource:
         if config.speculation is None:
             return 0
         assert self._model is not None
-        spec, item = self._model.spec, self._dtype.itemsize
-        reads = () if self._head is None else self._head.spec.layers
-        windows = 0
-        if self._head is not None:
-            windows = self._head.spec.window_bytes(config.max_num_seqs, item)
+        spec, item, head = self._model.spec, self._dtype.itemsize, self._head
+        windows, num_states = 0, 0 if self._model.mtp is None else 2
+        if head is not None:
+            windows = head.spec.window_bytes(config.max_num_seqs, item)
+            num_states = len(head.spec.layers) + 1
         rows = most_rows(config.max_num_seqs, config.speculation.num_speculative_tokens)
         logits = (rows - config.max_num_seqs) * spec.vocab_size * torch.float32.itemsize
-        return windows + logits + rows * len(reads) * spec.hidden_size * item
+        return windows + logits + rows * num_states * spec.hidden_size * item
 
     def runner(
         self,
@@ -322,7 +322,7 @@ class ModelSource:
         captured = None
         graphs = self._device.open_graphs() if sizes.most_rows else None
         if graphs is not None:  # all ranks capture at once
-            captured = capture_steps(model, kv, graphs, sizes, copies, reads)
+            captured = capture_steps(model, kv, graphs, sizes, copies, layer, reads)
         if isinstance(pages, PageMemory) and captured is not None:
             pages.last_guess = lambda: captured.decode.last_guess
         runner = ModelRunner(

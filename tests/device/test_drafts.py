@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from mooncake.base import SamplingParams, Shape
 from mooncake.engine.config import EAGLE3, MTP, NGRAM, SpeculativeConfig
@@ -17,12 +18,15 @@ from mooncake.launch.worker import rank_processes
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.device.graphs import DecodeGraphs
+from mooncake.model.drafts.captured import CapturedGuesses
+from mooncake.model.drafts.eagle3 import Eagle3Head
+from mooncake.model.kimi_k2 import KimiK2
 from tests.device.served import Joins, Served, prompt, served
 from tests.device.test_ranks import CAPTURED, EAGER
 from tests.support.cuda.install import emulated
 from tests.support.cuda.ops import reference_ops
 from tests.support.cuda.processes import followers_emulated
-from tests.support.cuda.streams import RANDOM
+from tests.support.cuda.streams import ORDERS, RANDOM
 from tests.support.model.eagle3_heads import (
     knowing_head,
     mla_config_of,
@@ -33,12 +37,14 @@ from tests.support.model.eagle3_heads import (
 pytestmark = pytest.mark.usefixtures("forked")
 JOINS: Joins = {
     0: [
-        (prompt(5, 0), SamplingParams(temperature=0, max_tokens=24)),
+        (prompt(5, 0), SamplingParams(temperature=0, max_tokens=24, num_logprobs=1)),
         (prompt(37, 1), SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=11)),
     ],
     2: [(prompt(14, 2), SamplingParams(temperature=0, max_tokens=12))],
 }
 MLA = "eagle3 with MLA"
+Answers = tuple[dict[int, list[int]], dict[int, list[float]]]
+"""The tokens and the log-probabilities of each sequence."""
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +56,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wanted(checkpoint: Path) -> dict[int, list[int]]:
-    """The tokens of one rank on the CPU, which computes no drafts."""
+def wanted(checkpoint: Path) -> Answers:
+    """The answers of one rank on the CPU, which computes no drafts."""
     with served(checkpoint, "cpu") as engine:
-        return engine.run(JOINS)
+        return engine.run(JOINS), engine.logprobs
 
 
 @pytest.fixture(scope="module")
-def methods(checkpoint: Path, wanted: dict[int, list[int]]) -> dict[str, SpeculativeConfig]:
+def methods(checkpoint: Path, wanted: Answers) -> dict[str, SpeculativeConfig]:
     """Two drafts by each method. One head knows the answers, and the one with MLA is random."""
     folder, spec = checkpoint.parent, Checkpoint.open(checkpoint).spec
     prompts = [tokens for step in JOINS.values() for tokens, _ in step]
-    texts = [[*tokens, *wanted[number]] for number, tokens in enumerate(prompts)]
+    texts = [[*tokens, *wanted[0][number]] for number, tokens in enumerate(prompts)]
     config = mla_config_of(spec, draft_vocab_size=None)
     heads = {
         EAGLE3: knowing_head(checkpoint, folder / "head", texts),
@@ -78,13 +84,13 @@ def methods(checkpoint: Path, wanted: dict[int, list[int]]) -> dict[str, Specula
 
 @pytest.fixture(scope="module")
 def counted(
-    checkpoint: Path, wanted: dict[int, list[int]], methods: dict[str, SpeculativeConfig]
+    checkpoint: Path, wanted: Answers, methods: dict[str, SpeculativeConfig]
 ) -> dict[str, dict[str, float]]:
     """What one rank on the CPU counts of the drafts of each method."""
     found = {}
     for name, drafts in methods.items():
         with every_other_step(), served(checkpoint, "cpu", drafts=drafts) as engine:
-            assert engine.run(JOINS) == wanted
+            assert engine.run(JOINS) == wanted[0]
             found[name] = of_drafts(engine)
     assert found[EAGLE3][ACCEPTED_TOKENS] > found[EAGLE3][DRAFT_TOKENS] / 3
     return found
@@ -100,38 +106,40 @@ def of_drafts(engine: Served) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("words", "backend", "method"),
+    ("words", "backend", "method", "order"),
     [
-        ("tp1", EAGER, MTP), ("tp1", CAPTURED, EAGLE3), ("tp2", CAPTURED, NGRAM),
-        ("tp2-dcp2", CAPTURED, MTP), ("tp2-ep2", CAPTURED, MLA), ("tp1-pp2", EAGER, EAGLE3),
-        ("tp2-pp2-dcp2", CAPTURED, EAGLE3), ("tp1-pp2", CAPTURED, MTP),
+        ("tp1", EAGER, MTP, RANDOM), ("tp2", CAPTURED, NGRAM, RANDOM),
+        *(("tp1", CAPTURED, method, order) for method in (MTP, EAGLE3, MLA) for order in ORDERS),
+        ("tp2-dcp2", CAPTURED, MTP, RANDOM), ("tp2-ep2", CAPTURED, MLA, RANDOM),
+        ("tp1-pp2", EAGER, EAGLE3, RANDOM), ("tp2-pp2-dcp2", CAPTURED, EAGLE3, RANDOM),
+        ("tp1-pp2", CAPTURED, MTP, RANDOM),
     ],
 )  # fmt: skip
 def test_drafts_change_no_token(
     checkpoint: Path,
-    wanted: dict[int, list[int]],
+    wanted: Answers,
     methods: dict[str, SpeculativeConfig],
     counted: dict[str, dict[str, float]],
     words: str,
     backend: str,
     method: str,
+    order: str,
 ) -> None:
     shape = Shape.parse(words)
-    machine = {"num_devices": shape.num_ranks, "order": RANDOM, "seed": 3}
-    replays = mock.patch.object(
-        DecodeGraphs, "replay", autospec=True, side_effect=DecodeGraphs.replay
-    )
+    machine = {"num_devices": shape.num_ranks, "order": order, "seed": 3}
     with (
         mock.patch.object(rank_processes, "EXCHANGE_S", 600.0),  # also where four share two cores
         every_other_step(),
         emulated(**machine) as gpus,
         followers_emulated(as_references=True, **machine),
         reference_ops(),
-        replays as replayed,
+        watched(DecodeGraphs) as replayed,
+        watched(CapturedGuesses) as guessed,
     ):
         drafts = methods[method]
         with served(checkpoint, "cuda", backend, drafts=drafts, shape=shape) as engine:
-            assert engine.run(JOINS) == wanted
+            assert engine.run(JOINS) == wanted[0]
+            assert engine.logprobs[0] == pytest.approx(wanted[1][0], abs=1e-4)
             found, alone = of_drafts(engine), counted[method]
             if shape.pp == 1:
                 assert found == alone
@@ -146,3 +154,34 @@ def test_drafts_change_no_token(
         (slot.num_drafts for call in replayed.mock_calls for slot in call.args[1]), default=0
     )
     assert most == (2 if backend == CAPTURED else 0), "steps with drafts are replayed"
+    num_makes = 0 if backend == EAGER or method == NGRAM else found[DRAFT_TOKENS] / 4
+    assert guessed.call_count >= num_makes, "and what makes the drafts"
+
+
+def watched(replays: type[DecodeGraphs] | type[CapturedGuesses]) -> Any:
+    """Have the calls of `replay` counted."""
+    return mock.patch.object(replays, "replay", autospec=True, side_effect=replays.replay)
+
+
+@pytest.mark.parametrize(("method", "head"), [(MTP, KimiK2), (EAGLE3, Eagle3Head)])
+def test_a_layer_whose_guess_the_host_reads_cannot_be_captured(
+    checkpoint: Path,
+    methods: dict[str, SpeculativeConfig],
+    method: str,
+    head: type[KimiK2] | type[Eagle3Head],
+) -> None:
+    likeliest: Any = head.likeliest
+
+    def read(self: Any, states: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = likeliest(self, states)
+        found.tolist()
+        return found
+
+    with (
+        mock.patch.object(head, "likeliest", read),
+        emulated(),
+        reference_ops(),
+        pytest.raises(RuntimeError, match="captur"),
+        served(checkpoint, "cuda", CAPTURED, drafts=methods[method]),
+    ):
+        pass

@@ -41,6 +41,8 @@ WINDOW = 512
 """A row sees at least this many rows before it; at most twice as many are kept. A head with keys of
 all heads has half the KV of its model, one with MLA a sixtieth.
 """
+AT_ONCE = 8
+"""A captured step copies so many windows at a time, to bound their memory."""
 
 _FLOATS = ("BF16", "F16", "F32")
 _FALSE = ("attention_bias", "mlp_bias", "bias")
@@ -146,9 +148,10 @@ class Eagle3Spec(msgspec.Struct, frozen=True, kw_only=True):
 
     def window_bytes(self, num_sequences: int, item_bytes: int) -> int:
         """Return the bytes of the KV of `num_sequences` sequences, with numbers of `item_bytes`
-        each.
+        each: their windows, one that no one needs, and those that a captured step copies.
         """
-        return num_sequences * 2 * WINDOW * self.attention.kv_width * item_bytes
+        windows = num_sequences + 1 + min(num_sequences, AT_ONCE)
+        return windows * 2 * WINDOW * self.attention.kv_width * item_bytes
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], model: ModelSpec) -> Eagle3Spec:

@@ -1,11 +1,11 @@
 """Decode steps over fixed buffers: one captured graph for each number of rows of a ladder. A
 sequence has a row for its last token, and one for each draft behind it.
 
-Owns the tensors a captured step reads; a step fills them and replays. Unused rows of a batch have
-no KV place and no context. What captures is a port: CUDA graphs, or nothing at all. Where ranks
-share the model, each captures the same sizes in the same order, exchanges included, but for what
-stages pass on: that comes before and after a replay. Instances that share experts agree before each
-step on one size, and replay it when none of them has another kind of step.
+A step fills the tensors that a captured step reads, and replays. What captures is a port: CUDA
+graphs, or nothing at all. Where ranks share the model, each captures the same sizes in the same
+order, exchanges included, but for what stages pass on: that comes before and after a replay.
+Instances that share experts agree before each step on one size, and replay it when none of them has
+another kind of step.
 
 A batch that has settled runs ahead: its next step begins with the sampled tokens as they lie on the
 device, while the host still reads them. What it writes lies behind every sequence's known tokens,
@@ -16,17 +16,16 @@ out wrong is dropped and leaves no trace.
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from mooncake_kernels.reference.paged_batch import PagedBatch
 
 from mooncake.engine.plan import StepSlot
 from mooncake.model.copies import Copies, HostCopies, Mark
-from mooncake.model.inputs import Queries, SlotRows, StepInputs
+from mooncake.model.device.captured_rows import CapturedRows, Rows
+from mooncake.model.inputs import SlotRows
 from mooncake.model.kimi_k2 import KimiK2, ReadStates
 from mooncake.model.kv_tensors import KvTensors
 
@@ -35,8 +34,6 @@ Replay = Callable[[], torch.Tensor]
 same output tensor.
 """
 
-_TOKENS, _POSITIONS, _PLACES, _LENGTHS, _ENDS = range(5)
-_UNUSED = (0, 0, -1)
 MOST_ROWS = 256
 """The rows of the largest captured step with drafts, unless there may be as many sequences. Larger
 steps take the device longer than the host.
@@ -101,18 +98,6 @@ class _Ahead:
         return found
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """What the rows of a step read and write.
-
-    rows: (token, position, place) of each. spans: (page table, tokens in this rank's pages, rows)
-    of each run of rows that end one context.
-    """
-
-    rows: Sequence[tuple[int, int, int]]
-    spans: Sequence[tuple[Sequence[int], int, int]]
-
-
 def most_rows(most_sequences: int, most_drafts: int) -> int:
     """Return the rows of the largest captured step, of which each sequence has one and its
     drafts.
@@ -144,13 +129,13 @@ class DecodeGraphs:
         self._model = model
         self._kv = kv
         self._block_tokens = kv.layout.block_tokens
-        self._most_pages = most_pages
-        self._most_drafts = most_drafts
         self._copies = copies or HostCopies()
         device, hidden = model.device, model.spec.hidden_size
         rows = most_rows(most_sequences, most_drafts)
-        self._values = torch.zeros(5, rows, dtype=torch.int64, device=device)
-        self._table = torch.zeros(rows, most_pages, dtype=torch.int32, device=device)
+        self._rows = CapturedRows(
+            kv, device, self._copies,
+            most_rows=rows, most_pages=most_pages, most_of_slot=1 + most_drafts,
+        )  # fmt: skip
         # One for all sizes: a graph keeps its outputs, and float32 logits are large.
         width, dtype = model.spec.vocab_size, torch.float32
         if not model.stage.is_last:
@@ -162,10 +147,6 @@ class DecodeGraphs:
             self._got = torch.zeros(rows, hidden, dtype=model.dtype, device=device)
         self._reads = reads
         self._read = torch.zeros(len(reads), rows, hidden, dtype=model.dtype, device=device)
-        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        # Where ranks share contexts out, each row sees its own part of these.
-        self._joins_rows = most_drafts > 0 and kv.home.num_homes == 1
-        self._written: list[list[int]] = [[] for _ in range(rows)]
         self._sizes = ladder(rows)
         self._replays: dict[int, Replay] = {}
         self._ahead: _Ahead | None = None
@@ -175,7 +156,6 @@ class DecodeGraphs:
         """
         self._last: Sequence[StepSlot] = ()
         self._num_alike = 0
-        self._fill(_Rows([], []), rows)
         for size in reversed(self._sizes):
             if model.exchange is not None:
                 model.exchange.fix(size)
@@ -183,10 +163,8 @@ class DecodeGraphs:
 
     def takes(self, slots: Sequence[StepSlot]) -> bool:
         """Whether a step of these slots can be replayed."""
-        return 0 < sum(len(slot.tokens) for slot in slots) <= self._sizes[-1] and all(
-            len(slot.tokens) == 1 + slot.num_drafts <= 1 + self._most_drafts
-            and len(slot.pages) <= self._most_pages
-            for slot in slots
+        return self._rows.takes(slots) and all(
+            len(slot.tokens) == 1 + slot.num_drafts for slot in slots
         )
 
     def has_begun(self, slots: Sequence[StepSlot]) -> bool:
@@ -213,7 +191,7 @@ class DecodeGraphs:
     def replay(self, slots: Sequence[StepSlot]) -> torch.Tensor:
         """Return `logits` of a step that did not run ahead, or whose guess was wrong."""
         self._ahead = None
-        return self._replay(self._rows(slots))
+        return self._replay(self._rows.of(slots))
 
     def read_rows(self, slots: Sequence[StepSlot]) -> tuple[list[SlotRows], torch.Tensor]:
         """Return where the rows of the last step's slots lie in what it has read, and what `reads`
@@ -234,7 +212,7 @@ class DecodeGraphs:
         if not size:
             model.serve_agreed()
             return
-        self._fill(_Rows([], []), size)
+        self._rows.fill(Rows(), size)
         self._replays[size]()
 
     def settled(self, slots: Sequence[StepSlot]) -> bool:
@@ -256,7 +234,7 @@ class DecodeGraphs:
         Overwrites the logits of that step. The guess counts once `confirm` has given the host the
         tokens.
         """
-        self._ahead = _Ahead(slots, self._replay(self._rows(slots, 1), tokens))
+        self._ahead = _Ahead(slots, self._replay(self._rows.of(slots, 1), tokens))
         self.last_guess = self._copies.mark()
 
     def confirm(self, tokens: Sequence[int]) -> None:
@@ -276,13 +254,11 @@ class DecodeGraphs:
         self._num_alike = self._num_alike + 1 if alike else 0
         self._last = slots
 
-    def _replay(self, rows: _Rows, tokens: torch.Tensor | None = None) -> torch.Tensor:
+    def _replay(self, rows: Rows, tokens: torch.Tensor | None = None) -> torch.Tensor:
         self._model.between_steps()
         num_rows = len(rows.rows)
         size, step = self._agreed(self._sizes[bisect.bisect_left(self._sizes, num_rows)])
-        self._fill(rows, size)
-        if tokens is not None:
-            self._values[_TOKENS, :num_rows].copy_(tokens)
+        self._rows.fill(rows, size, tokens)
         stage, got, reads = self._model.stage, self._got, ReadStates(self._reads)
         stage.begin()
         if got is not None:
@@ -309,89 +285,13 @@ class DecodeGraphs:
         return size, self._step(size)
 
     def _step(self, size: int) -> Callable[[], torch.Tensor]:
-        model, values, made = self._model, self._values, self._made[:size]
+        model, made = self._model, self._made[:size]
         got = None if self._got is None else self._got[:size]
-        most = 1 + self._most_drafts if self._joins_rows else 1
 
         def step() -> torch.Tensor:
-            if self._joins_rows:
-                self._starts[1 : size + 1].copy_(values[_ENDS, :size])
-            batch = PagedBatch(
-                self._starts[: size + 1],
-                values[_LENGTHS, :size].to(torch.int32),
-                self._table[:size],
-                max_rows=most,
-            )
-            positions = values[_POSITIONS, :size]
-            queries = Queries(positions, None, (), (), size, batch)
-            inputs = StepInputs(
-                values[_TOKENS, :size], positions, values[_PLACES, :size], queries, queries, ()
-            )
+            inputs = self._rows.inputs(size)
             read = ReadStates(self._reads, self._read[:, :size]) if self._reads else None
             states = model.compute(inputs, self._kv, got, None, read)
             return model.logits(states, made) if model.stage.is_last else made.copy_(states)
 
         return step
-
-    def _fill(self, step: _Rows, size: int) -> None:
-        """Write the step into the tensors that replays read."""
-        rows = [*step.rows, *[_UNUSED] * (size - len(step.rows))]
-        lengths = [length for _, length, _ in step.spans]
-        ends = list(itertools.accumulate(count for _, _, count in step.spans))
-        no_spans = size - len(lengths)
-        columns = torch.tensor(
-            [*zip(*rows, strict=True), lengths + [0] * no_spans, ends + [len(step.rows)] * no_spans]
-        )
-        self._values[:, :size].copy_(self._copies.send(columns))
-        tables = [pages for pages, _, _ in step.spans]
-        changed = [at for at, pages in enumerate(tables) if self._written[at] != pages]
-        if not changed:
-            return
-        first, last = changed[0], changed[-1] + 1
-        width = max(len(pages) for pages in tables[first:last])
-        table = torch.zeros(last - first, width, dtype=torch.int32)
-        for at in range(first, last):
-            self._written[at] = list(tables[at])
-            pages = self._mine(tables[at])
-            table[at - first, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        self._table[first:last, :width].copy_(self._copies.send(table))
-
-    def _rows(self, slots: Sequence[StepSlot], ahead: int = 0) -> _Rows:
-        """Return the rows of all tokens of `slots`, or those `ahead` tokens after them."""
-        rows, spans = [], []
-        for slot in slots:
-            for number, token in enumerate(slot.tokens):
-                place, length = self._place(slot, slot.start + number + ahead)
-                rows.append((token, slot.start + number + ahead, place))
-                if not self._joins_rows:
-                    spans.append((slot.pages, length, 1))
-            if self._joins_rows:
-                spans.append((slot.pages, length, len(slot.tokens)))
-        return _Rows(rows, spans)
-
-    def _place(self, slot: StepSlot, at: int) -> tuple[int, int]:
-        """Return where the KV of a sequence's token goes, and how many tokens up to it lie in this
-        rank's pages.
-        """
-        page, offset = divmod(at, self._block_tokens)
-        if page >= len(slot.pages):
-            raise ValueError(
-                f"sequence {slot.sequence_id}: {at + 1} tokens need {page + 1} pages, the table "
-                f"has {len(slot.pages)}"
-            )
-        if self._kv.home.num_homes == 1:
-            return slot.pages[page] * self._block_tokens + offset, at + 1
-        # What of the context lies in this rank's pages, and whether the token does.
-        mine, last = self._mine(slot.pages[: page + 1]), self._mine([slot.pages[page]])
-        length = len(mine) * self._block_tokens
-        if not last:
-            return -1, length
-        place = last[0] * self._block_tokens + offset
-        return place, length - self._block_tokens + offset + 1
-
-    def _mine(self, pages: Sequence[int]) -> Sequence[int]:
-        """Return the pages that this rank holds, as it counts them."""
-        home, each = self._kv.home, self._kv.num_pages
-        if home.num_homes == 1:
-            return pages
-        return [page % each for page in pages if page // each == home.home]

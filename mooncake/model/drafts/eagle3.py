@@ -1,22 +1,25 @@
 """An EAGLE-3 head as a layer that drafts (arXiv 2503.01840). Its KV lies in windows of its own: the
 last rows of each running sequence, in memory that is neither passed on nor pooled. The attention of
 a head over these windows has grouped heads as Llama's, or is MLA as the model's. Both read a row
-that is twice as wide as the head.
+that is twice as wide as the head. The host knows where each row lies; the device reads it from
+tensors, so that captured steps can be replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
 
 from mooncake.base import CheckpointError
 from mooncake.engine.plan import StepSlot
+from mooncake.engine.ranks.step_log import CapturedSizes
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.eagle3 import (
+    AT_ONCE,
     EMBEDDING,
     HEAD,
     IS_DRAFTED,
@@ -29,9 +32,18 @@ from mooncake.model.checkpoint.eagle3 import (
 )
 from mooncake.model.checkpoint.weights import view_tensor
 from mooncake.model.copies import Copies
+from mooncake.model.device.graphs import GraphPort, most_rows
+from mooncake.model.drafts.captured import CapturedGuesses
+from mooncake.model.drafts.model_drafts import last_rows
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.layers.linear import GatedMlp, Linear
 from mooncake.model.layers.rows import RmsNorm, Rope
+
+_TOKENS = 0
+Part = tuple[torch.Tensor, torch.Tensor | None]
+"""What some rows may attend to, [rows, count, kv_width], and which of it they do, bool
+[rows, count]; None: all.
+"""
 
 
 class Weights(Protocol):
@@ -56,9 +68,9 @@ class HeadAttention(Protocol):
         ...
 
     def attended(
-        self, joined: torch.Tensor, rotation: torch.Tensor, seen: Sequence[torch.Tensor]
+        self, joined: torch.Tensor, rotation: torch.Tensor, seen: Iterable[Part]
     ) -> torch.Tensor:
-        """Return [rows, hidden]. seen: for each row what it attends to, [count, kv_width]."""
+        """Return [rows, hidden]. seen: what each row attends to, in their order."""
         ...
 
 
@@ -69,6 +81,7 @@ class GroupedAttention:
         self, spec: GroupedHeads, weights: Weights, backends: Backends, device: torch.device
     ) -> None:
         self._width = spec.head_dim
+        self._groups = spec.kv_width // (2 * spec.head_dim)
         self._query = weights.linear("q_proj")
         self._key_value = weights.linear("k_proj", "v_proj")
         self._output = weights.linear("o_proj")
@@ -80,16 +93,18 @@ class GroupedAttention:
         return torch.stack((self.rope(made[:, 0], rotation), made[:, 1]), dim=1).flatten(1)
 
     def attended(
-        self, joined: torch.Tensor, rotation: torch.Tensor, seen: Sequence[torch.Tensor]
+        self, joined: torch.Tensor, rotation: torch.Tensor, seen: Iterable[Part]
     ) -> torch.Tensor:
         """See `HeadAttention`."""
+        shape = len(joined), self._groups, -1, self._width
         queries = self.rope(self._query(joined).view(len(joined), -1, self._width), rotation)
-        found = []
-        for query, rows in zip(queries, seen, strict=True):
-            keys, values = rows.view(len(rows), 2, -1, self._width).permute(1, 2, 0, 3)
-            grouped = query.view(keys.shape[0], -1, self._width)
-            found.append(functional.scaled_dot_product_attention(grouped, keys, values).flatten())
-        return self._output(torch.stack(found))
+
+        def split(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            pairs = rows.view(*rows.shape[:2], 2, self._groups, self._width)
+            keys, values = pairs.permute(2, 0, 3, 1, 4)
+            return keys, values
+
+        return self._output(_attended(queries.view(shape), seen, split).flatten(1))
 
 
 class LatentAttention:
@@ -128,7 +143,7 @@ class LatentAttention:
         return torch.cat((self._latent_norm(made[:, :rank].contiguous()), key), dim=-1)
 
     def attended(
-        self, joined: torch.Tensor, rotation: torch.Tensor, seen: Sequence[torch.Tensor]
+        self, joined: torch.Tensor, rotation: torch.Tensor, seen: Iterable[Part]
     ) -> torch.Tensor:
         """See `HeadAttention`."""
         spec = self._spec
@@ -138,15 +153,38 @@ class LatentAttention:
         turned = self.rope(queries[..., spec.qk_nope_head_dim :], rotation)
         plain = queries[..., : spec.qk_nope_head_dim].contiguous()
         whole = torch.cat((self._linear_heads(plain, self._key_up), turned), dim=-1)
-        found = [
-            functional.scaled_dot_product_attention(
-                query[None], rows[None], rows[None, :, : spec.kv_lora_rank],
-                scale=spec.softmax_scale,
-            )[0]
-            for query, rows in zip(whole, seen, strict=True)
-        ]  # fmt: skip
-        values = self._linear_heads(torch.stack(found), self._value_up)
+
+        def split(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            shared = rows[:, None]
+            return shared, shared[..., : spec.kv_lora_rank]
+
+        found = _attended(whole[:, None], seen, split, spec.softmax_scale)
+        values = self._linear_heads(found[:, 0], self._value_up)
         return self._output(values.flatten(1))
+
+
+def _attended(
+    queries: torch.Tensor,
+    seen: Iterable[Part],
+    split: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return the attention of queries [rows, groups, heads of each, width] in this form. split:
+    returns keys and values [some rows, groups, count, width] of what these see.
+    """
+    found: list[torch.Tensor] = []
+    first = 0
+    for rows, mask in seen:
+        keys, values = split(rows)
+        part = queries[first : first + len(rows)]
+        which = None if mask is None else mask[:, None, None]
+        found.append(
+            functional.scaled_dot_product_attention(
+                part, keys, values, attn_mask=which, scale=scale
+            )
+        )
+        first += len(rows)
+    return torch.cat(found)
 
 
 @dataclass
@@ -154,15 +192,28 @@ class _Held:
     """The window of one sequence."""
 
     number: int
+    origin: int
+    """The place whose row lies in the window's first slot."""
     first: int
-    """The place of its first row."""
+    """The place of its oldest row."""
     stop: int
     """The place after its last row."""
 
 
+class Seen(NamedTuple):
+    """What the last of some rows sees: `num_rows` rows of window `number`, from slot `begin` on,
+    around its end.
+    """
+
+    number: int
+    begin: int
+    num_rows: int
+
+
 class KvWindows:
-    """One window for each sequence that may run. A row sees at least the `window` rows before it
-    that were written, and at most twice as many; then older ones make room.
+    """One window for each sequence that may run: a ring of slots, whose oldest rows make room for
+    new ones. A row sees at least the `window` rows before it that were written, and at most twice
+    as many.
     """
 
     def __init__(
@@ -170,33 +221,56 @@ class KvWindows:
     ) -> None:
         """`width`: the numbers in a row."""
         self.window = window
-        self._rows = torch.empty(num_sequences, 2 * window, width, dtype=dtype, device=device)
+        self.slots = 2 * window
+        shape = num_sequences + 1, self.slots, width
+        self.rows = torch.zeros(shape, dtype=dtype, device=device)
+        """The rows of each window. The last window is for rows that belong to no sequence."""
         self._free = list(range(num_sequences))
         self._held: dict[int, _Held] = {}
 
-    def write(self, sequence_id: int, place: int, rows: torch.Tensor) -> None:
-        """Store `rows` [count, width], at most `window` of them, at the places from `place` on.
-        Rows after these are forgotten. If there is a gap, or nothing was written yet, rows before
-        these are forgotten too.
+    def take(self, sequence_id: int, place: int, count: int) -> tuple[list[int], Seen]:
+        """Make room for `count` rows, at most `window`, at the places from `place` on. Return where
+        each goes among the rows of all windows, and what the last one sees. Rows after these are
+        forgotten. If there is a gap, or nothing was written yet, rows before these are forgotten
+        too.
         """
+        assert count <= self.window, "more rows than a window takes at once"
         held = self._held.get(sequence_id)
         if held is None:
-            held = self._held[sequence_id] = _Held(self._free.pop(), place, place)
+            held = self._held[sequence_id] = _Held(self._free.pop(), place, place, place)
         if not held.first <= place <= held.stop:
-            held.first = place
-        mine, begin = self._rows[held.number], place - held.first
-        assert len(rows) <= self.window, "more rows than a window takes at once"
-        if begin + len(rows) > 2 * self.window:
-            kept = mine[begin - self.window : begin].clone()
-            mine[: self.window] = kept
-            held.first, begin = place - self.window, self.window
-        mine[begin : begin + len(rows)] = rows
-        held.stop = place + len(rows)
+            held.origin = held.first = place
+        held.stop = place + count
+        held.first = max(held.first, held.stop - self.slots)
+        base, places = held.number * self.slots, range(place, held.stop)
+        begin = (held.first - held.origin) % self.slots
+        seen = Seen(held.number, begin, held.stop - held.first)
+        return [base + (at - held.origin) % self.slots for at in places], seen
 
-    def read(self, sequence_id: int) -> torch.Tensor:
-        """Return the rows of a sequence up to the last one written, [count, width]: a view."""
-        held = self._held[sequence_id]
-        return self._rows[held.number, : held.stop - held.first]
+    def write(self, targets: torch.Tensor, rows: torch.Tensor) -> None:
+        """Store `rows` [rows, width] where `take` has said, int64 [rows]."""
+        self.rows.flatten(0, 1).index_copy_(0, targets, rows)
+
+    def views(self, asked: Sequence[Seen]) -> Iterator[Part]:
+        """Yield what each of some rows sees."""
+        for number, begin, count in asked:
+            rows = self.rows[number, None, : min(begin + count, self.slots)]
+            yield rows, None if count == rows.shape[1] else self._mask(rows, begin, count)
+
+    def read(self, seen: torch.Tensor) -> Iterator[Part]:
+        """Yield what rows see of which only the device knows the fields of `Seen`, int64
+        [3, rows].
+        """
+        for numbers, begins, counts in torch.split(seen, AT_ONCE, dim=1):
+            rows = self.rows.index_select(0, numbers)
+            yield rows, self._mask(rows, begins[:, None], counts[:, None])
+
+    def _mask(
+        self, rows: torch.Tensor, begin: int | torch.Tensor, count: int | torch.Tensor
+    ) -> torch.Tensor:
+        """Return which of the rows are seen, bool [windows, slots]."""
+        slots = torch.arange(rows.shape[1], device=rows.device)[None]
+        return (slots - begin) % self.slots < count
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Free the windows of sequences that have one."""
@@ -210,7 +284,7 @@ class KvWindows:
         these.
         """
         numbers = sorted([*self._free, *(held.number for held in self._held.values())])
-        assert numbers == list(range(len(self._rows))), "a window is lost or held twice"
+        assert numbers == list(range(len(self.rows) - 1)), "a window is lost or held twice"
         others = self._held.keys() - set(sequences)
         assert not others, f"windows of sequences that have ended: {sorted(others)}"
 
@@ -278,11 +352,10 @@ class Eagle3Head:
         joined: torch.Tensor,
         rotation: torch.Tensor,
         states: torch.Tensor,
-        seen: Sequence[torch.Tensor],
+        seen: Iterable[Part],
     ) -> torch.Tensor:
-        """Return the layer's state of each row, [rows, hidden].
-
-        seen: for each row what it attends to, including itself, [count, kv_width].
+        """Return the layer's state of each row, [rows, hidden]. seen: what each attends to,
+        including itself.
         """
         spec = self.spec
         residual = self._state_norm(states) if spec.norm_before_residual else states
@@ -375,32 +448,104 @@ class Eagle3Rows:
         self.windows = KvWindows(
             num_sequences, WINDOW, head.spec.attention.kv_width, head.dtype, head.device
         )
+        self._captured: CapturedGuesses | None = None
+        self._rows, self._seen = torch.empty(3, 0), torch.empty(3, 0)
+        """What captured steps read: token, position and target of each row, and what the rows that
+        are asked for see.
+        """
         self.reads = head.spec.layers
         self.window = WINDOW
         self.states = head.states
-        self.likeliest = head.likeliest
 
-    def compute(self, slots: Sequence[StepSlot], states: Sequence[torch.Tensor]) -> torch.Tensor:
+    def capture(self, port: GraphPort, sizes: CapturedSizes) -> None:
+        """Have rows from now on computed by captured steps where they fit into these."""
+        head, most_asked = self._head, sizes.most_rows
+        num_rows = most_rows(most_asked, sizes.most_drafts)
+        device = head.device
+        self._rows = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
+        self._seen = torch.zeros(3, most_asked, dtype=torch.int64, device=device)
+        self._fill([], [], num_rows)
+
+        def guess(
+            size: int, states: torch.Tensor, last: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            seen = self.windows.read(self._seen[:, :size])
+            return self._guess(self._rows[:, :size], states, last, seen)
+
+        states = torch.zeros(num_rows, head.spec.hidden_size, dtype=head.dtype, device=device)
+        self._captured = CapturedGuesses(port, self._copies, guess, states, most_asked)
+
+    def compute(
+        self, slots: Sequence[StepSlot], states: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the KV of the slots' tokens; see `DraftLayer`. A row's position is that of the
         state before its token, as in the training of heads.
         """
-        head = self._head
-        counts = [len(slot.tokens) for slot in slots]
-        places = [at for slot in slots for at in range(slot.start, slot.start + len(slot.tokens))]
-        positions = self._copies.send(torch.tensor(places)) - 1
-        tokens = self._copies.send(torch.tensor([t for slot in slots for t in slot.tokens]))
-        every, rotation = torch.cat(list(states)), head.attention.rope.rotation(positions)
-        joined = head.joined(tokens, every)
-        made = torch.split(head.attention.keys_values(joined, rotation), counts)
-        for slot, rows in zip(slots, made, strict=True):
-            self.windows.write(slot.sequence_id, slot.start, rows)
-        ends = torch.tensor(counts).cumsum(0) - 1
-        sampled = [index for index, slot in enumerate(slots) if slot.sample]
-        if not sampled:
-            return every[:0]
-        last = self._copies.send(ends[sampled])
-        seen = [self.windows.read(slots[index].sequence_id) for index in sampled]
-        return head.attend(joined[last], rotation[last], every[last], seen)
+        rows: list[tuple[int, int, int]] = []
+        asked: list[Seen] = []
+        for slot in slots:
+            targets, seen = self.windows.take(slot.sequence_id, slot.start, len(slot.tokens))
+            places = range(slot.start, slot.start + len(slot.tokens))
+            rows += [
+                (token, place - 1, target)
+                for token, place, target in zip(slot.tokens, places, targets, strict=True)
+            ]
+            asked += [seen] if slot.sample else []
+        captured, last = self._captured, last_rows(slots)
+        if captured is not None and len(rows) <= self._rows.shape[1]:
+            size = captured.size_for(len(rows))
+            self._fill(rows, asked, size, tokens)
+            return captured.replay(size, states, last)
+        values = self._copies.send(torch.tensor([*zip(*rows, strict=True)]))
+        if tokens is not None:
+            values[_TOKENS].copy_(tokens)
+        if not asked:
+            self._write(values, states)
+            return states[:0], values[_TOKENS, :0]
+        on_device = self._copies.send(torch.tensor(last))
+        return self._guess(values, states, on_device, self.windows.views(asked))
+
+    def _fill(
+        self,
+        rows: Sequence[tuple[int, int, int]],
+        asked: Sequence[Seen],
+        size: int,
+        tokens: torch.Tensor | None = None,
+    ) -> None:
+        """Write what the next captured step of `size` rows reads. Rows that no one needs are
+        written to the last window, and see it.
+        """
+        other = len(self.windows.rows) - 1
+        unused = (0, 0, other * self.windows.slots)
+        padded = [*rows, *[unused] * (size - len(rows))]
+        seen = self._seen[:, :size]
+        each = [*asked, *[Seen(other, 0, 1)] * (seen.shape[1] - len(asked))]
+        self._rows[:, :size].copy_(self._copies.send(torch.tensor([*zip(*padded, strict=True)])))
+        if tokens is not None:
+            self._rows[_TOKENS, : len(rows)].copy_(tokens)
+        seen.copy_(self._copies.send(torch.tensor([*zip(*each, strict=True)])))
+
+    def _write(self, rows: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the KV of rows. Return their input of attention, and their rotation."""
+        head, (tokens, positions, targets) = self._head, rows
+        rotation = head.attention.rope.rotation(positions)
+        joined = head.joined(tokens, states)
+        self.windows.write(targets, head.attention.keys_values(joined, rotation))
+        return joined, rotation
+
+    def _guess(
+        self,
+        rows: torch.Tensor,
+        states: torch.Tensor,
+        last: torch.Tensor,
+        seen: Iterable[Part],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the KV of rows. Return the layer's states of the rows `last`, which see `seen`, and
+        the likeliest token after each.
+        """
+        joined, rotation = self._write(rows, states)
+        made = self._head.attend(joined[last], rotation[last], states[last], seen)
+        return made, self._head.likeliest(made)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Free the windows of sequences."""

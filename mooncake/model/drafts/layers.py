@@ -5,16 +5,21 @@ an engine opens its own, and all compute it in the same way.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from mooncake.engine.plan import StepSlot
+from mooncake.engine.ranks.step_log import CapturedSizes
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.eagle3 import Eagle3Files
 from mooncake.model.copies import Copies
+from mooncake.model.device.captured_rows import CapturedRows
+from mooncake.model.device.graphs import GraphPort, most_rows
+from mooncake.model.drafts.captured import CapturedGuesses
 from mooncake.model.drafts.eagle3 import Eagle3Head, Eagle3Rows
-from mooncake.model.drafts.model_drafts import DraftLayer
+from mooncake.model.drafts.model_drafts import DraftLayer, last_rows
 from mooncake.model.inputs import PageTables, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
@@ -54,6 +59,7 @@ class MtpRows:
         self._kv = kv
         self._copies = copies
         self._tables = PageTables()
+        self._captured: tuple[CapturedRows, CapturedGuesses] | None = None
         self.reads = (model.spec.num_hidden_layers,)
         self.block_tokens = kv.page_shape[1]
 
@@ -61,27 +67,61 @@ class MtpRows:
         """Return the model's states [rows, hidden] after its last norm."""
         return self._model.normed(read)
 
-    def compute(self, slots: Sequence[StepSlot], states: Sequence[torch.Tensor]) -> torch.Tensor:
+    def capture(self, port: GraphPort, sizes: CapturedSizes) -> None:
+        """Have rows from now on computed by captured steps where they fit into these."""
+        model, kv = self._model, self._kv
+        num_rows = most_rows(sizes.most_rows, sizes.most_drafts)
+        rows = CapturedRows(
+            kv, model.device, self._copies,
+            most_rows=num_rows, most_pages=sizes.most_pages,
+            most_of_slot=2 * (1 + sizes.most_drafts),  # of a step with drafts and one without
+        )  # fmt: skip
+
+        def guess(
+            size: int, states: torch.Tensor, last: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            made = model.guess(rows.inputs(size), states, kv).index_select(0, last)
+            return made, model.likeliest(made)
+
+        hidden = model.spec.hidden_size
+        states = torch.zeros(num_rows, hidden, dtype=model.dtype, device=model.device)
+        guesses = CapturedGuesses(port, self._copies, guess, states, sizes.most_rows)
+        self._captured = rows, guesses
+
+    def compute(
+        self, slots: Sequence[StepSlot], states: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the KV of the slots' tokens; see `DraftLayer`."""
+        if self._captured is None or not self._captured[0].takes(slots):
+            return self._compute(slots, states, tokens)
+        rows, guesses = self._captured
+        size = guesses.size_for(len(states))
+        rows.fill(rows.of(slots), size, tokens)
+        return guesses.replay(size, states, last_rows(slots))
+
+    def _compute(
+        self, slots: Sequence[StepSlot], states: torch.Tensor, tokens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do the same without a captured step."""
         model, kv = self._model, self._kv
         rule = model.prefers_absorbed
         # All rows, because a few rows in full are faster than the last of each.
         every = frozenset(slot.sequence_id for slot in slots if slot.sample)
         inputs = build_inputs(slots, every, kv.page_shape, rule, self._tables, kv.home)
-        of = {slot.sequence_id: each for slot, each in zip(slots, states, strict=True)}
+        inputs = inputs.to(model.device)
+        if tokens is not None:  # a row each: these stay in their order
+            inputs = replace(inputs, tokens=tokens)
+        parts = torch.split(states, [len(slot.tokens) for slot in slots])
+        of = {slot.sequence_id: part for slot, part in zip(slots, parts, strict=True)}
         joined = torch.cat([of[each.slot.sequence_id] for each in inputs.input_rows])
-        made = model.guess(inputs.to(model.device), joined, kv)
+        made = model.guess(inputs, joined, kv)
         place = {
             each.slot.sequence_id: each.first + each.num_rows - 1 for each in inputs.output_rows
         }
         order = [place[slot.sequence_id] for slot in slots if slot.sample]
-        if order == list(range(len(made))):
-            return made
-        return made.index_select(0, self._copies.send(torch.tensor(order)))
-
-    def likeliest(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the likeliest tokens by the model's own head."""
-        return self._model.likeliest(states)
+        if order != list(range(len(made))):
+            made = made.index_select(0, self._copies.send(torch.tensor(order)))
+        return made, model.likeliest(made) if order else torch.empty(0, dtype=torch.int64)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Do nothing, because the engine owns the pages."""

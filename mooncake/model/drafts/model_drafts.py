@@ -9,6 +9,7 @@ before they must be final. All ranks of a model make the same calls in the same 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,7 +18,9 @@ import msgspec
 import torch
 
 from mooncake.engine.plan import StepSlot
+from mooncake.engine.ranks.step_log import CapturedSizes
 from mooncake.model.copies import Copies
+from mooncake.model.device.graphs import GraphPort
 from mooncake.model.inputs import SlotRows
 from mooncake.model.parallel.group import Group, Solo
 
@@ -49,13 +52,19 @@ class DraftLayer(Protocol):
     def states(self, read: torch.Tensor) -> torch.Tensor:
         """Return the states that the layer takes, from the model's states [rows, read width]."""
 
-    def compute(self, slots: Sequence[StepSlot], states: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Write the KV of the slots' tokens, each of which has a state before it. Return the
-        layer's state of the last token of each slot that samples, in their order.
-        """
+    def capture(self, port: GraphPort, sizes: CapturedSizes) -> None:
+        """Have short steps of the layer captured from now on. All its ranks call this at once."""
 
-    def likeliest(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the likeliest token after each of the layer's states, int64 [rows]."""
+    def compute(
+        self, slots: Sequence[StepSlot], states: torch.Tensor, tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the KV of the slots' tokens, and wait for no device. Return the layer's state of
+        the last token of each slot that samples, in their order, and the likeliest token after it,
+        int64. The next call may overwrite the states.
+
+        states: [rows, hidden], the one before each token. tokens: [rows] int64 on the device, in
+        place of those of the slots, which have one each.
+        """
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         """Drop sequences that have ended, or begin anew."""
@@ -121,25 +130,30 @@ class ModelDrafts:
         """Return the slots of a step with the likeliest tokens as drafts. A sequence with drafts
         must have been in a step before.
         """
-        drafts: dict[int, list[int]] = {slot.sequence_id: [] for slot in slots}
-        going = [slot for slot in slots if slot.num_drafts]
+        # A round makes a draft of the first sequences in this order.
+        going = sorted(
+            (slot for slot in slots if slot.num_drafts), key=lambda slot: -slot.num_drafts
+        )
+        if not going:
+            return list(slots)
         rows, read = [], []
         for slot in going:
             left = self._left[slot.sequence_id]
             rows.append(_rows(slot, left.first, [*left.tokens, slot.tokens[0]]))
             read.append(torch.cat(left.states))
             self._left[slot.sequence_id] = _Left(slot.start + 1, [])
-        states = self._states(read)
-        while going:
-            made = self._layer.compute(rows, states)
-            tokens = self._copies.fetch(self._layer.likeliest(made)).wait().tolist()
-            further: list[tuple[StepSlot, torch.Tensor]] = []
-            for slot, state, token in zip(going, made[:, None], tokens, strict=True):
-                drafts[slot.sequence_id].append(int(token))
-                if len(drafts[slot.sequence_id]) < slot.num_drafts:
-                    further.append((slot, state))
-            going, states = [slot for slot, _ in further], [state for _, state in further]
-            rows = [_next_row(slot, drafts[slot.sequence_id]) for slot in going]
+        made, tokens = self._layer.compute(rows, self._layer.states(torch.cat(read)))
+        rounds = [tokens]
+        for turn in range(1, going[0].num_drafts):
+            num = sum(slot.num_drafts > turn for slot in going)
+            rows = [_rows(slot, slot.start + turn, [0]) for slot in going[:num]]
+            made, tokens = self._layer.compute(rows, made[:num], tokens[:num])
+            rounds.append(tokens)
+        found = iter(self._copies.fetch(torch.cat(rounds)).wait().tolist())
+        drafts: dict[int, list[int]] = {slot.sequence_id: [] for slot in going}
+        for each in rounds:
+            for slot in going[: len(each)]:
+                drafts[slot.sequence_id].append(next(found))
         return [
             msgspec.structs.replace(slot, tokens=[slot.tokens[0], *drafts[slot.sequence_id]])
             if slot.num_drafts
@@ -179,7 +193,7 @@ class ModelDrafts:
                 states.append(known[: len(tokens)])
                 self._left[slot.sequence_id] = _Left(left.stop, [known[-1:].clone()])
         if rows:
-            self._layer.compute(rows, self._states(states))
+            self._layer.compute(rows, self._layer.states(torch.cat(states)))
         return bool(rows)
 
     def _add(self, rows: SlotRows, every: torch.Tensor, num_samples: int) -> _Left:
@@ -206,13 +220,6 @@ class ModelDrafts:
             return len(left.tokens) >= _MOST_LEFT
         return left.stop // block_tokens > left.first // block_tokens
 
-    def _states(self, read: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the states that the layer takes, computed for all at once."""
-        if not read:
-            return []
-        made = self._layer.states(torch.cat(list(read)))
-        return list(torch.split(made, [len(each) for each in read]))
-
     def _gathered(
         self, slots: Sequence[StepSlot], made: Mapping[int, list[int]]
     ) -> Mapping[int, list[int]]:
@@ -237,5 +244,7 @@ def _rows(slot: StepSlot, first: int, tokens: list[int], *, sample: bool = True)
     )
 
 
-def _next_row(slot: StepSlot, drafts: list[int]) -> StepSlot:
-    return _rows(slot, slot.start + len(drafts), drafts[-1:])
+def last_rows(slots: Sequence[StepSlot]) -> list[int]:
+    """Return the row of the last token of each slot that samples, where rows follow one another."""
+    ends = itertools.accumulate(len(slot.tokens) for slot in slots)
+    return [end - 1 for slot, end in zip(slots, ends, strict=True) if slot.sample]

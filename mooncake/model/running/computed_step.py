@@ -15,7 +15,7 @@ from mooncake.engine.ranks.step_log import CapturedSizes
 from mooncake.model.copies import Copies
 from mooncake.model.device.graphs import DecodeGraphs, GraphPort
 from mooncake.model.device.prefill_graphs import PrefillGraphs
-from mooncake.model.drafts.model_drafts import ModelDrafts
+from mooncake.model.drafts.model_drafts import DraftLayer, ModelDrafts
 from mooncake.model.inputs import PageTables, StepInputs, build_inputs
 from mooncake.model.kimi_k2 import KimiK2, ReadStates
 from mooncake.model.kv_tensors import KvTensors
@@ -35,15 +35,20 @@ def capture_steps(
     port: GraphPort,
     sizes: CapturedSizes,
     copies: Copies | None,
+    layer: DraftLayer | None = None,
     reads: tuple[int, ...] = (),
 ) -> CapturedSteps:
-    """Capture steps of these sizes. All ranks call this at once. The rest: see `DecodeGraphs`."""
+    """Capture steps of these sizes, and of the layer that drafts. All ranks call this at once. The
+    rest: see `DecodeGraphs`.
+    """
     rows, pages, tokens = sizes.most_rows, sizes.most_pages, sizes.most_tokens
     with torch.inference_mode():
         decode = DecodeGraphs(
             model, kv, port, most_sequences=rows, most_pages=pages, copies=copies,
             most_drafts=sizes.most_drafts, reads=reads,
         )  # fmt: skip
+        if layer is not None:
+            layer.capture(port, sizes)
         if not tokens:
             return CapturedSteps(decode)
         prompts = PrefillGraphs(

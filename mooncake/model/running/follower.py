@@ -252,7 +252,7 @@ class Follower:
         if sizes.most_rows:
             graphs = self._open_graphs()
             assert graphs is not None, "the lead captures steps and this rank does not"
-            captured = capture_steps(self._model, kv, graphs, sizes, self._copies, reads)
+            captured = capture_steps(self._model, kv, graphs, sizes, self._copies, layer, reads)
             self._decoder, prompts = captured.decode, captured.prompts
             if self._memory is not None:
                 last = lambda: captured.decode.last_guess  # noqa: E731

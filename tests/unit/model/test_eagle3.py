@@ -24,10 +24,11 @@ from transformers.models.llama.modeling_llama import (
 
 from mooncake.base import CheckpointError
 from mooncake.engine.plan import BY_MODEL
+from mooncake.engine.ranks.step_log import CapturedSizes
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.eagle3 import EMBEDDING, HEAD, IS_DRAFTED, TO_TARGET, Eagle3Files
 from mooncake.model.copies import HostCopies
-from mooncake.model.drafts.eagle3 import Eagle3Head, Eagle3Rows, KvWindows
+from mooncake.model.drafts.eagle3 import Eagle3Head, Eagle3Rows, KvWindows, Seen
 from mooncake.model.drafts.model_drafts import ModelDrafts
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2, ReadStates
@@ -39,6 +40,7 @@ from tests.support.model.eagle3_heads import (
     states_of,
     write_head,
 )
+from tests.support.model.recorder import Recorder
 from tests.support.model.tiny_models import (
     kv_for,
     ours,
@@ -183,11 +185,17 @@ def head_of(
         return Eagle3Head(files, model, Backends()), Reference(config, tensors, model)
 
 
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_those_of_the_whole_text(model: KimiK2, tmp_path: Path, kind: str) -> None:
+def test_drafts_are_those_of_the_whole_text(
+    model: KimiK2, tmp_path: Path, kind: str, captured: bool
+) -> None:
     """Prompts in chunks, then steps with 0 to 3 drafts, of which 0 to 3 are right."""
     head, reference = head_of(model, tmp_path, **KINDS[kind])
-    rows = Eagle3Rows(head, 2, HostCopies())
+    rows, recorder = Eagle3Rows(head, 2, HostCopies()), Recorder()
+    if captured:
+        with torch.inference_mode():
+            rows.capture(recorder, CapturedSizes(2, 4, most_drafts=3))
     kv, num_compared, step = kv_for(model.spec), 0, 0
     drafting = ModelDrafts(rows, HostCopies())
     texts = {key: random_tokens(LENGTH + 8, seed=key) for key in PAGES}
@@ -225,6 +233,7 @@ def test_drafts_are_those_of_the_whole_text(model: KimiK2, tmp_path: Path, kind:
                 num_new = len(each.tokens) - each.num_drafts + num_right[each.sequence_id]
                 computed[each.sequence_id] += num_new
     assert num_compared > 30
+    assert (len(recorder.guessed) > 30) == captured
     drafting.check_integrity(PAGES)
     with pytest.raises(AssertionError, match="have ended"):
         drafting.check_integrity([1])
@@ -255,30 +264,69 @@ def test_a_sequence_from_elsewhere_begins_without_what_was_before(
 
 
 def test_windows_keep_the_last_rows() -> None:
+    """What the host finds by its own numbers, the device finds by tensors."""
     windows = KvWindows(2, 4, 1, torch.float32, torch.device("cpu"))
+    last: dict[int, Seen] = {}
 
-    def rows(*values: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32)[:, None]
+    def write(sequence_id: int, place: int, *values: int) -> None:
+        targets, last[sequence_id] = windows.take(sequence_id, place, len(values))
+        rows = torch.tensor(values, dtype=torch.float32)[:, None]
+        windows.write(torch.tensor(targets), rows)
 
     def seen(sequence_id: int) -> list[float]:
-        return windows.read(sequence_id).flatten().tolist()
+        [(rows, mask)] = windows.views([last[sequence_id]])
+        found = sorted((rows if mask is None else rows[mask]).flatten().tolist())
+        unused = Seen(2, 0, 1)
+        [(every, which)] = windows.read(torch.tensor([unused, last[sequence_id]]).T)
+        assert which is not None
+        assert sorted(every[1][which[1]].flatten().tolist()) == found
+        return found
 
-    windows.write(7, 5, rows(5, 6, 7))
-    windows.write(7, 8, rows(80, 90))  # of drafts, which were wrong
-    windows.write(7, 8, rows(8, 9, 10))
+    write(7, 5, 5, 6, 7)
+    write(7, 8, 80, 90)  # of drafts, which were wrong
+    write(7, 8, 8, 9, 10)
     assert seen(7) == [5, 6, 7, 8, 9, 10]
-    windows.write(7, 11, rows(11, 12, 13))
-    assert seen(7) == [7, 8, 9, 10, 11, 12, 13], "the last four before, and these"
-    windows.write(9, 3, rows(3))
+    write(7, 11, 11, 12, 13)
+    assert seen(7) == [6, 7, 8, 9, 10, 11, 12, 13], "twice as many as a window"
+    write(7, 14, 14, 150, 160)
+    write(7, 15, 15)
+    assert seen(7) == [9, 10, 11, 12, 13, 14, 15], "wrong drafts took the place of older rows"
+    write(9, 3, 3)
     windows.check_integrity([7, 9])
-    windows.write(7, 30, rows(30, 31))
+    write(7, 30, 30, 31)
     assert seen(7) == [30, 31], "nothing lies behind a gap"
     windows.forget([7, 8])
-    windows.write(8, 1, rows(1))
+    write(8, 1, 1)
+    assert seen(8) == [1], "nothing of the sequence that had the window"
     assert seen(9) == [3]
     windows.check_integrity([8, 9])
     with pytest.raises(AssertionError, match="more rows than a window"):
-        windows.write(8, 2, rows(2, 3, 4, 5, 6))
+        windows.take(8, 2, 5)
+
+
+def test_captured_steps_see_windows_that_have_gone_round(model: KimiK2, tmp_path: Path) -> None:
+    """Their drafts are those of steps as they come, of sequences that begin at different times."""
+    head, _ = head_of(model, tmp_path)
+    with torch.inference_mode():
+        layers, recorder = [Eagle3Rows(head, 12, HostCopies()) for _ in range(2)], Recorder()
+        for each in layers:
+            each.windows = KvWindows(12, 8, head.spec.attention.kv_width, head.dtype, head.device)
+        layers[0].capture(recorder, CapturedSizes(12, 4, most_drafts=2))
+        generator, ends = torch.Generator().manual_seed(1), list(range(2, 14))
+        for step in range(12):
+            slots = []
+            for key in (each for each in range(12) if (step + each) % 4):
+                wrong = (step + key) % 2  # a draft of the step before
+                text = random_tokens(3 + wrong, seed=step)
+                asked = bool((key + step) % 5)
+                slots.append(slot(key, ends[key] - wrong, text, [0], sample=asked))
+                ends[key] += 3
+            num = sum(len(each.tokens) for each in slots)
+            states = torch.randn(num, 64, generator=generator)
+            (made, tokens), (wanted, same) = (each.compute(slots, states) for each in layers)
+            torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-5)
+            assert tokens.tolist() == same.tolist()
+    assert len(recorder.guessed) == 12
 
 
 LATENT = {

@@ -7,7 +7,9 @@ import torch
 
 from mooncake.base import KvLayout, ModelSpec
 from mooncake.engine.plan import BY_MODEL, StepSlot
+from mooncake.engine.ranks.step_log import CapturedSizes
 from mooncake.model.copies import HostCopies
+from mooncake.model.device.graphs import GraphPort
 from mooncake.model.drafts.layers import MtpRows
 from mooncake.model.drafts.model_drafts import ModelDrafts
 from mooncake.model.inputs import build_inputs
@@ -17,6 +19,7 @@ from mooncake.model.loading import load_model
 from mooncake.train.batches import Batch, packed
 from mooncake.train.checkpoint import named_tensors
 from mooncake.train.model import TrainedK2
+from tests.support.model.recorder import Recorder
 from tests.support.model.tiny_models import CPU, DictSource, random_tokens, slot, truth
 
 PAGES = {1: [0, 5, 2, 9], 2: [3, 7, 8, 4]}
@@ -53,9 +56,13 @@ def pages_of(spec: ModelSpec) -> KvTensors:
     return KvTensors.allocate(layout, 16, CPU)
 
 
-def drafts_over(model: KimiK2, kv: KvTensors) -> ModelDrafts:
+def drafts_over(model: KimiK2, kv: KvTensors, port: GraphPort | None = None) -> ModelDrafts:
     copies = HostCopies()
-    return ModelDrafts(MtpRows(model, kv, copies), copies)
+    layer = MtpRows(model, kv, copies)
+    if port is not None:
+        with torch.inference_mode():
+            layer.capture(port, CapturedSizes(2, 4, most_drafts=3))
+    return ModelDrafts(layer, copies)
 
 
 def batch_of(tokens: list[int]) -> Batch:
@@ -82,15 +89,16 @@ def guesses(trained: TrainedK2, tokens: list[int], num: int) -> list[int]:
     return made
 
 
+@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("chunk", [7, 50])
 def test_drafts_and_full_blocks_are_those_of_the_whole_text(
-    trained: TrainedK2, model: KimiK2, chunk: int
+    trained: TrainedK2, model: KimiK2, chunk: int, captured: bool
 ) -> None:
     """Two sequences: prompts in chunks, then steps with 0 to 3 drafts, of which 0 to 3 are right
     (the test says which text goes on).
     """
-    kv = pages_of(model.spec)
-    drafting = drafts_over(model, kv)
+    kv, recorder = pages_of(model.spec), Recorder()
+    drafting = drafts_over(model, kv, recorder if captured else None)
     texts = {key: random_tokens(LENGTH + 4, seed=key) for key in PAGES}
     computed = dict.fromkeys(PAGES, 0)
     num_prompt, step, num_compared = 21, 0, 0
@@ -127,6 +135,7 @@ def test_drafts_and_full_blocks_are_those_of_the_whole_text(
                 num_new = len(each.tokens) - each.num_drafts + num_right[each.sequence_id]
                 computed[each.sequence_id] += num_new
         assert num_compared > 40
+        assert (len(recorder.guessed) > 20) == captured
         for key, text in texts.items():
             num_full = computed[key] // BLOCK
             assert num_full == 3

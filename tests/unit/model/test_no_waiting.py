@@ -21,11 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mooncake.base import GenerateRequest, SamplingParams, pack_tokens
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
-from mooncake.engine.plan import SequenceStart, StepResult
+from mooncake.engine.plan import BY_MODEL, SequenceStart, StepResult
+from mooncake.engine.ranks.step_log import CapturedSizes
 from mooncake.engine.sequence import Sequence
 from mooncake.model.backends import Backends
 from mooncake.model.copies import Here
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay
+from mooncake.model.drafts.layers import MtpRows
+from mooncake.model.drafts.model_drafts import ModelDrafts
+from mooncake.model.inputs import SlotRows
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler, SamplingOps
@@ -36,6 +40,7 @@ from tests.support.model.tiny_models import (
     CPU,
     kv_for,
     layout_for,
+    random_source,
     random_tokens,
     slot,
     source_of,
@@ -307,3 +312,26 @@ def test_a_guess_that_is_not_confirmed_is_dropped(
         graphs.interrupt()
         torch.testing.assert_close(graphs.logits([first]), wanted, atol=0, rtol=0)
         assert not graphs.settled([slot(1, 31, [5], [3, 4])]), "no page"
+
+
+def test_drafts_are_read_once_for_all_of_a_step(model: KimiK2) -> None:
+    """Each is made from the one before it while that is on the device."""
+    log: list[str] = []
+    source = random_source(model.spec, seed=6, with_mtp=True)
+    drafting = load_model(source, dtype=torch.float32, device=CPU, with_mtp=True)
+    kv = KvTensors.allocate(layout_for(model.spec, with_mtp=True), 4, CPU)
+    copies = LateCopies(log)
+    with torch.inference_mode():
+        layer = MtpRows(drafting, kv, copies)
+        layer.capture(Recorder(log), CapturedSizes(2, 2, most_drafts=3))
+        drafts = ModelDrafts(layer, copies)
+        asked = [slot(n, 0, [5 + n], [n, n + 2]) for n in range(2)]
+        every = torch.zeros(2, model.spec.hidden_size)
+        rows = [SlotRows(each, n, 1) for n, each in enumerate(asked)]
+        drafts.keep(rows, every, {0: [3], 1: [4]}, handed_on=False)
+        log.clear()
+        made = drafts.make(
+            [slot(n, 1, [3 + n], [n, n + 2], drafts=[BY_MODEL] * (3 - n)) for n in range(2)]
+        )
+    assert [len(each.drafts) for each in made] == [3, 2]
+    assert log == ["replay"] * 3 + ["fetch", "wait"]
