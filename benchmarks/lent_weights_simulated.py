@@ -25,8 +25,7 @@ from mooncake.launch.config.shipped import configs, figures
 from mooncake.launch.worker.weights_lender import MAX_COPIES, MAX_LOOPS
 from mooncake.model.checkpoint.files.revision import PIECE_BYTES
 from mooncake.model.checkpoint.quant_format import is_quantized, parse_quantization
-from mooncake.model.checkpoint.tensor_cuts import ROUTED, cut_of
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import ROUTED, cut_of, tensor_shapes
 from mooncake.model.placing import MAX_THREADS
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.cost_model import HardwareFigures

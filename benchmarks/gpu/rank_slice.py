@@ -21,8 +21,7 @@ from mooncake.base import KvLayout, ModelSpec
 from mooncake.engine.plan import StepSlot
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.quant import QuantizedWeight
-from mooncake.model.checkpoint.tensor_cuts import Part, cut_of, part_shape
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import Part, cut_of, part_shape, tensor_shapes
 from mooncake.model.compiling import SilentRanks
 from mooncake.model.device.cuda import CudaSide
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, Replay

@@ -23,8 +23,8 @@ from mooncake.model.checkpoint.tensor_cuts import (
     is_held,
     is_of_mtp,
     slabs_of,
+    tensor_shapes,
 )
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
 from mooncake.model.copies import Copies
 from mooncake.model.kimi_k2 import KimiK2, Layer, MtpLayer, Output
 from mooncake.model.layers.linear import (

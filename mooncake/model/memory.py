@@ -21,8 +21,14 @@ from mooncake.model.checkpoint.quant_format import (
     fp8_scale_shape,
     is_quantized,
 )
-from mooncake.model.checkpoint.tensor_cuts import ROUTED, cut_of, is_held, is_of_mtp, part_shape
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import (
+    ROUTED,
+    cut_of,
+    is_held,
+    is_of_mtp,
+    part_shape,
+    tensor_shapes,
+)
 from mooncake.model.options import ModelOptions
 
 _ROUTER, _ROUTER_BIAS = "mlp.gate.weight", "mlp.gate.e_score_correction_bias"

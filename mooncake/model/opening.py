@@ -24,7 +24,7 @@ from mooncake.engine.ranks.kv_moves import Opened
 from mooncake.engine.ranks.step_log import CapturedSizes, Measure, UsePages
 from mooncake.model.checkpoint.files.checkpoint_files import LentFiles
 from mooncake.model.checkpoint.files.signature import Signature
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import tensor_shapes
 from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.device.graphs import most_rows

@@ -1,6 +1,6 @@
 """Tools that are made up: names, descriptions, and up to five parameters of every JSON type.
 
-Module `asked` makes the requests for them. A few (`EVERYDAY`) are tools that many users have.
+Module `calls` makes the requests for them. A few (`EVERYDAY`) are tools that many users have.
 """
 
 from __future__ import annotations

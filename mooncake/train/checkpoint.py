@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from mooncake.base import CheckpointError
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import tensor_shapes
 from mooncake.train.model import TrainedK2
 from mooncake.train.muon_clip import MuonClip, NormClip
 

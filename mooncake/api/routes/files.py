@@ -21,8 +21,7 @@ from mooncake.api.batches.service import (
     expiry_of,
 )
 from mooncake.api.errors import ApiError, ErrorReply, shorten
-from mooncake.api.http.multipart import FormSplitter, Head, boundary_of
-from mooncake.api.http.request_body import read_body
+from mooncake.api.http.request_body import FormSplitter, Head, boundary_of, read_body
 from mooncake.api.http.response import check_class, json_response, tenant_of
 from mooncake.api.http.router import Router
 from mooncake.api.schema.batches import (

@@ -28,7 +28,7 @@ from mooncake.base.model_spec import (
 )
 from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles, Homes
 from mooncake.model.checkpoint.files.safetensors_file import StoredTensor
-from mooncake.model.checkpoint.tensor_shapes import Shapes
+from mooncake.model.checkpoint.tensor_cuts import Shapes
 
 GROUPED = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 LATENT = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")

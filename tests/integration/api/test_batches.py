@@ -22,7 +22,7 @@ from mooncake.api.batches import runner
 from mooncake.api.batches.runner import BYTES_HERE
 from mooncake.api.batches.store import BatchRow, BatchStore
 from mooncake.api.config import ApiConfig, ApiKey
-from mooncake.api.http.multipart import MAX_PARTS
+from mooncake.api.http.request_body import MAX_PARTS
 from mooncake.base import Failure, GenerateRequest, MonotonicClock, OutputEvent, Priority
 from mooncake.telemetry.metrics import Metrics
 from mooncake.telemetry.receipts import Receipts

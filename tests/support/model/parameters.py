@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mooncake.base import ModelSpec
-from mooncake.model.checkpoint.tensor_cuts import ROUTED
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import ROUTED, tensor_shapes
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from mooncake.base import CheckpointError, KvLayout, ModelSpec
 from mooncake.base.kv_layout import ALL_PAGES, Home
 from mooncake.engine.plan import StepSlot
-from mooncake.model.checkpoint.tensor_cuts import Part
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import Part, tensor_shapes
 from mooncake.model.inputs import PrefersAbsorbed, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors

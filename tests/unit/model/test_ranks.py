@@ -16,8 +16,7 @@ from mooncake_kernels.native import build
 from mooncake.model.backends import Backends, settle
 from mooncake.model.checkpoint.making.convert import convert_checkpoint
 from mooncake.model.checkpoint.making.presets import init_checkpoint
-from mooncake.model.checkpoint.tensor_cuts import cut_of
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import cut_of, tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.loading import load_model

@@ -25,7 +25,7 @@ from mooncake.model.checkpoint.quant_format import (
     is_quantized,
     parse_quantization,
 )
-from mooncake.model.checkpoint.tensor_shapes import Shapes, mtp_shapes, tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import Shapes, mtp_shapes, tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint
 
 Progress = Callable[[int, int], None]

@@ -25,7 +25,7 @@ import mooncake
 from mooncake.base import CheckpointError, ConfigError, ModelSpec
 from mooncake.model.checkpoint.files.checkpoint_files import INDEX_NAME
 from mooncake.model.checkpoint.files.whole_directory import whole_directory
-from mooncake.model.checkpoint.tensor_shapes import Shapes, mtp_shapes, tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import Shapes, mtp_shapes, tensor_shapes
 from mooncake.model.checkpoint.tokenizer_files import (
     CHARACTERS_PATTERN,
     NUM_SPECIAL,

@@ -17,7 +17,7 @@ from mooncake.api.app import create_app
 from mooncake.api.config import ApiConfig
 from mooncake.api.http.client_wire import EventSplitter, ResponseReader, WireError
 from mooncake.api.http.connection import limited_protocol
-from mooncake.api.http.multipart import FormSplitter, Head
+from mooncake.api.http.request_body import FormSplitter, Head
 from mooncake.base import InvalidRequest, SeededIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import cluster_keys
@@ -212,7 +212,7 @@ class Forms(Target):
     """A form with a file, as it is uploaded. The first byte says how it is cut."""
 
     name = "forms"
-    modules = ("mooncake.api.http.multipart",)
+    modules = ("mooncake.api.http.request_body",)
     allowed = (InvalidRequest,)
     max_bytes = 262_144
     seeds = (

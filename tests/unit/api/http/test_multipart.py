@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.api.http.multipart import (
+from mooncake.api.http.request_body import (
     MAX_HEAD_BYTES,
     MAX_PARTS,
     FormSplitter,

@@ -24,7 +24,7 @@ from mooncake.launch.config.sim_settings import SimulateSettings
 from mooncake.launch.host import machine_facts
 from mooncake.model.checkpoint.making.convert import QUANTIZATION_CONFIGS
 from mooncake.model.checkpoint.making.presets import preset_config, write_preset_files
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import tensor_shapes
 from mooncake.sim.faults.random_faults import Trial
 from mooncake.sim.files import read_faults
 from mooncake.sim.world.cost_model import HardwareFigures

@@ -11,8 +11,7 @@ import pytest
 
 from mooncake.base import Shape
 from mooncake.model.checkpoint.quant_format import is_quantized
-from mooncake.model.checkpoint.tensor_cuts import check_cuts, cut_of
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import check_cuts, cut_of, tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.memory import Kept, weights_bytes
 from tests.support.model import published

@@ -10,8 +10,13 @@ import pytest
 from mooncake.base import ConfigError, Shape
 from mooncake.model.checkpoint.making.convert import QUANTIZATION_CONFIGS
 from mooncake.model.checkpoint.quant_format import parse_quantization
-from mooncake.model.checkpoint.tensor_cuts import check_cuts, check_slabs, cut_of, part_shape
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import (
+    check_cuts,
+    check_slabs,
+    cut_of,
+    part_shape,
+    tensor_shapes,
+)
 from tests.support.model.specs import KIMI_K2, small_spec
 
 WIDE = {

@@ -28,7 +28,7 @@ from mooncake.model.checkpoint.quant import (
     quantize_int4_packed,
 )
 from mooncake.model.checkpoint.quant_format import parse_quantization
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint
 
 NORM = "model.norm.weight"

@@ -26,8 +26,7 @@ from mooncake.model.checkpoint.making.encrypt import (
     rekey_checkpoint,
 )
 from mooncake.model.checkpoint.making.presets import init_checkpoint
-from mooncake.model.checkpoint.tensor_cuts import Part
-from mooncake.model.checkpoint.tensor_shapes import tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import Part, tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint, view_tensor
 
 CHUNK = 64

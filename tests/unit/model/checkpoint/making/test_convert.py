@@ -16,7 +16,7 @@ from mooncake.model.checkpoint.files.revision import file_digests, stated_digest
 from mooncake.model.checkpoint.making.convert import QUANTIZATION_CONFIGS, convert_checkpoint
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.quant_format import Fp8Block, Int4Group
-from mooncake.model.checkpoint.tensor_shapes import mtp_shapes, tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import mtp_shapes, tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.loading import load_model
 from tests.support.model.tiny_models import (

@@ -22,7 +22,7 @@ from mooncake.model.checkpoint.making.presets import (
     preset_config,
     write_preset_files,
 )
-from mooncake.model.checkpoint.tensor_shapes import mtp_shapes, tensor_shapes
+from mooncake.model.checkpoint.tensor_cuts import mtp_shapes, tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint
 
 
