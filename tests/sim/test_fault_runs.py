@@ -8,9 +8,10 @@ import pytest
 from mooncake.base import ConfigError, FinishReason, KvLayout, SamplingParams, Shape
 from mooncake.base.messages import Role
 from mooncake.kvstore.storage.disk import DiskBlock
+from mooncake.sim.faults.injector import Injector
 from mooncake.sim.faults.plan import Fault
 from mooncake.sim.faults.random_faults import Trial
-from mooncake.sim.faults.run import FaultyRun, Injector
+from mooncake.sim.faults.run import FaultyRun
 from mooncake.sim.simulation import SimulationConfig
 from mooncake.sim.workload import Workload
 from mooncake.sim.world.clock import EventHeap

@@ -41,8 +41,8 @@ from mooncake.sim.faults.checkers import (
     check_write,
     is_quiet,
 )
+from mooncake.sim.faults.injector import Injector
 from mooncake.sim.faults.plan import GATEWAY, Fault, check_faults, random_fault
-from mooncake.sim.faults.run import Injector
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.network import NetworkConfig
 from mooncake.sim.world.ranks import RankedRunner
