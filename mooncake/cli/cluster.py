@@ -1,4 +1,6 @@
-"""`mooncake cluster init` makes what the machines of a cluster need besides the cluster's file."""
+"""`mooncake cluster init` makes what the machines of a cluster need besides the cluster's file;
+`mooncake up` runs one machine's part of it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,14 @@ import dataclasses
 import secrets
 import shlex
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mooncake.base.rights import CredentialRole
 from mooncake.cli.command import Command
+from mooncake.launch.config import options
 from mooncake.launch.config.cluster_file import (
     AUTHORITY,
     CERTIFICATE,
@@ -22,7 +26,7 @@ from mooncake.launch.config.cluster_file import (
     SECRET,
     read_cluster_file,
 )
-from mooncake.launch.config.options import above_zero, bracketed, setting, text
+from mooncake.launch.config.options import above_zero, bracketed, setting, text, truth
 from mooncake.launch.host.credentials import read_secret, write_private, writing
 
 if TYPE_CHECKING:
@@ -39,6 +43,16 @@ When you change the file or the secret, run the command again: it keeps the cred
 certificates that are still valid, and makes the others. A machine gets credentials of the roles
 that it runs. Whoever has the folder `authority`, with the secret, can act as any machine of the
 cluster: do not copy that folder to the machines."""
+UP_EXAMPLES = """\
+mooncake up k2.yaml                     the same command on every machine of the file
+mooncake up k2.yaml --machine node-7    if the file has neither this host name nor this address
+mooncake up k2.yaml --labels rack=r7    if the file names its machines by labels
+mooncake up k2.yaml --dry-run           only check, and print the commands
+"""
+UP_NOTES = """\
+Credentials and certificates lie beside the file: `mooncake cluster init` makes a folder with
+them for each machine. The command starts a process again when it ends. Ctrl-C or SIGTERM takes
+this machine out of the cluster; a second one ends its processes at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +64,23 @@ class Init:
         "folder in which each machine gets a folder (default: FILE without its ending)")
     days: float = setting(3650.0, above_zero, "certificates", "N",
         "number of days for which the authority, its certificates and the credentials are valid")
+    # fmt: on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpSettings:
+    # fmt: off
+    file: str = setting("", text, "cluster", "FILE", "file that describes the cluster",
+        positional=True, required=True)
+    machine: str | None = setting(None, text, "cluster", "NAME",
+        "name of this machine in the file (default: that of its labels, host name, or address)")
+    labels: tuple[str, ...] = setting((), options.labels, "cluster", "KEY=VALUE,...",
+        "labels of this machine; it is the one in the file all of whose labels are among them",
+        env="MOONCAKE_LABELS")
+    dry_run: bool = setting(False, truth, "cluster", "",
+        "check that everything fits, print the commands, start nothing")
+    ray_node: bool = setting(False, truth, "cluster", "",
+        "run only this machine's node of Ray; `mooncake up` itself starts such a process")
     # fmt: on
 
 
@@ -132,10 +163,24 @@ def _held(file: Path, secret: str) -> tuple[bool, Keys | None]:
     return counts, credential.keys if credential.cluster in wanted else None
 
 
+def run_up(wanted: UpSettings) -> int:
+    if wanted.ray_node:
+        from mooncake.launch.cluster.ray_node import run_node
+
+        return run_node(wanted.file, wanted.machine)
+    from mooncake.launch.cluster.up import up
+
+    def say(words: str) -> None:
+        print(words, file=sys.stderr, flush=True)
+
+    return up(wanted.file, wanted.machine, say, labels=wanted.labels, dry_run=wanted.dry_run)
+
+
 COMMANDS = (
     Command(
         words="cluster init",
         summary="make the credentials and certificates of a cluster's machines",
         examples=EXAMPLES, notes=NOTES, settings=Init, run=init,
     ),
+    Command(words="up", settings=UpSettings, run=run_up, examples=UP_EXAMPLES, notes=UP_NOTES),
 )  # fmt: skip

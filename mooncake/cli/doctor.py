@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from mooncake.cli.cluster import UpSettings
 from mooncake.cli.command import Command
-from mooncake.launch.config import options
-from mooncake.launch.config.options import setting, text, truth
+from mooncake.launch.config.options import same_as, setting, text, truth
 from mooncake.telemetry.terminal import plain_table
 
 EXAMPLES = """\
@@ -27,11 +27,8 @@ class Doctor:
     # fmt: off
     file: str = setting("", text, "cluster", "FILE",
         "file that describes the cluster (see `mooncake up`)", positional=True)
-    machine: str | None = setting(None, text, "cluster", "NAME",
-        "name of this machine in the file (default: that of its labels, host name, or address)")
-    labels: tuple[str, ...] = setting((), options.labels, "cluster", "KEY=VALUE,...",
-        "labels of this machine; it is the one in the file all of whose labels are among them",
-        env="MOONCAKE_LABELS")
+    machine: str | None = same_as(UpSettings, "machine", "cluster")
+    labels: tuple[str, ...] = same_as(UpSettings, "labels", "cluster")
     json: bool = setting(False, truth, "output", "", "print what was found as JSON")
     bundle: str | None = setting(None, text, "output", "FILE",
         "write the result, the cluster's settings and facts of the machine to a new tar.gz, "

@@ -47,7 +47,7 @@ SUMMARIES = {
 """The first word of each command; the module of that name in this package has its `COMMANDS`, or
 that of `MODULES`.
 """
-MODULES = {"enrol": "signer", "top": "status"}
+MODULES = {"enrol": "signer", "top": "status", "up": "cluster"}
 """The first words whose commands are in the module of another one."""
 
 EXIT_CODES = {

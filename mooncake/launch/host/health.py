@@ -1,4 +1,4 @@
-"""The health of a worker in this process, for any thread; the port that answers probes; and the
+"""The health of a worker in this process, for any thread; the routes that answer probes; and the
 watchdog that ends a process whose loop no longer turns.
 
 Owns no worker. It asks the loop that drives one, and notices when no answer comes.
@@ -16,14 +16,7 @@ import msgspec
 from mooncake.base import Clock, MonotonicClock
 from mooncake.base.tls_files import TlsFiles
 from mooncake.base.vital_thread import VitalThread
-from mooncake.launch.host.build import revision
-from mooncake.launch.host.http_server import (
-    PROMETHEUS,
-    Answer,
-    HttpServer,
-    Route,
-    document,
-)
+from mooncake.launch.host.http_server import PROMETHEUS, Answer, Route, document
 from mooncake.telemetry.health import Probe, Status, Vitals, judge
 
 ANSWER_S = 0.5
@@ -176,18 +169,3 @@ def probe_routes(parts: Callable[[], Sequence[Vitals]]) -> dict[str, Route]:
 def metrics_route(metrics: Callable[[], bytes]) -> dict[str, Route]:
     """Return the route of metrics in Prometheus' text format."""
     return {"/metrics": Route("GET", lambda _: Answer(HTTPStatus.OK, PROMETHEUS, metrics()))}
-
-
-def open_health_port(
-    settings: HealthSettings,
-    parts: Callable[[], Sequence[Vitals]],
-    metrics: Callable[[], bytes],
-) -> HttpServer:
-    """Open the health port of a process. It serves probes and metrics without a credential.
-
-    Raises:
-        ConfigError: the address cannot be bound, or a file of `tls` is wrong.
-    """
-    revision()  # as it is now
-    routes = probe_routes(parts) | metrics_route(metrics)
-    return HttpServer(settings.host, settings.port, routes, "health-port", settings.tls)

@@ -11,7 +11,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from mooncake.base import (
     CostSample,
@@ -58,15 +58,7 @@ class DirectEngine:
             array = PageArray(plan.layout, config.num_blocks, config.num_homes)
             held = plan.options.held_by(0, array).num_bytes
             in_host = plan.layout.block_bytes if source.owns_pages else held
-            self.expert_timings = [
-                {
-                    "kind": found.kind,
-                    "tokens": found.tokens,
-                    "few_s": found.few_s,
-                    "many_s": found.many_s,
-                }
-                for found in source.expert_timings()
-            ]
+            self.expert_timings = [asdict(found) for found in source.expert_timings()]
             memory, descriptor = allocate_shared(in_host, "kv-pages")
             with os.fdopen(descriptor):  # closed once every rank has mapped it
                 self._runner = source.runner(

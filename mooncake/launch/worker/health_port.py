@@ -15,9 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mooncake.base import MooncakeError, Role
+from mooncake.launch.host.build import revision
 from mooncake.launch.host.families import render
-from mooncake.launch.host.health import Health, HealthSettings, Watchdog, open_health_port
-from mooncake.launch.host.http_server import url_of
+from mooncake.launch.host.health import (
+    Health,
+    HealthSettings,
+    Watchdog,
+    metrics_route,
+    probe_routes,
+)
+from mooncake.launch.host.http_server import HttpServer, url_of
 from mooncake.launch.worker.metrics import health_families
 from mooncake.telemetry.health import Vitals
 
@@ -52,7 +59,7 @@ class HealthPort:
         `series` further metrics.
 
         Raises:
-            ConfigError: the address cannot be bound.
+            ConfigError: the address cannot be bound, or a file of `tls` is wrong.
         """
         self.health = Health(limit_s)
         self._name = name
@@ -60,7 +67,9 @@ class HealthPort:
         self._others = others
         self._series = series
         self._worker: Worker | None = None
-        self._server = open_health_port(settings, self.parts, self.metrics)
+        revision()  # as it is now
+        routes = probe_routes(self.parts) | metrics_route(self.metrics)
+        self._server = HttpServer(settings.host, settings.port, routes, "health-port", settings.tls)
         host = own_host if self._server.host in WILDCARDS else self._server.host
         self.url = url_of(host, self._server.port, self._server.scheme)
         self._watchdog = Watchdog(self.parts, on_stuck or self._end_process)
