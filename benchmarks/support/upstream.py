@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -74,13 +75,14 @@ class UpstreamProcess:
         """
         if not is_alone():
             raise RuntimeError("upstream runs only where there is no network but the loopback")
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
         python = ENVIRONMENT / "bin" / "python"
         script = Path(__file__).with_name("upstream_peer.py")
         self._process = subprocess.Popen(
             [str(python), "-I", str(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._said,
             text=True,
             env={**os.environ, "MC_LOG_LEVEL": "ERROR"},
         )
@@ -97,13 +99,16 @@ class UpstreamProcess:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"upstream failed at {question[0]}")
+            self._said.seek(0)
+            said = "".join(self._said.readlines()[-10:]).strip()
+            raise RuntimeError(f"upstream failed at {question[0]}: {said}")
         return json.loads(line)
 
     def close(self) -> None:
         """End the process."""
         self._process.kill()
         self._process.wait()
+        self._said.close()
 
     def __enter__(self) -> UpstreamProcess:
         return self
