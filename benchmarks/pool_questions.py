@@ -10,7 +10,8 @@ which takes a network that holds nothing but the loopback. With `--protected` po
 MACs, or are encrypted, take their turns, too; encrypted gets ask no questions.
 
 Shown are medians over the rounds: milliseconds, the speed of one way as a multiple of the other's,
-and CPU time of client and node together.
+and CPU time of client and node together. With `--profile` the CPU time of each thread is shown,
+too, and how often it waits, for one get of each value.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from types import MappingProxyType
 from unittest import mock
 
 from benchmarks.pool_values import CLIENT_BYTES, Ours, Theirs, our_pool, speedup, upstream_store
-from benchmarks.support import upstream
+from benchmarks.support import thread_times, upstream
 from benchmarks.support.cores import Ends
 from benchmarks.support.servers import load, machine
 from mooncake.base import ConfigError
@@ -130,6 +131,23 @@ class Turns:
         self.rounds.setdefault(what, []).append(value)
 
 
+def profile(pool: Ours | Theirs, case: Case, num_gets: int, who: str) -> str:
+    """Return rows of what each thread takes for one get."""
+    size = case[0]
+    name = f"p{size}.{case[1]}"
+    pool.put(name, 0, size)
+    for _ in range(3):  # by then the client knows the way
+        pool.get(name, 0, size)
+    took = thread_times.measure(lambda: pool.get(name, 0, size), num_gets, pool.pids)
+    names = pool.names() if isinstance(pool, Ours) else {}
+    pool.remove(name, size)
+    return "\n".join(
+        f"| {title(case)} | {who} {end}: {names.get(thread, 'a thread')} | "
+        f"{1e6 * spent.cpu_s:.0f} | {1e6 * spent.kernel_s:.0f} | {spent.num_waits:.1f} |"
+        for (end, thread), spent in took.items()
+    )
+
+
 def title(case: Case) -> str:
     """Return how a case is called."""
     size, num_keys = case
@@ -188,6 +206,7 @@ def main(argv: Sequence[str]) -> int:
     reason = "not asked for" if args.no_upstream else upstream.prepare("pool-questions", list(argv))
     about, ends = machine(), Ends(apart=args.apart)
     figures: dict[Case, Rounds] = {}
+    profiles: list[str] = []
     with ExitStack() as opened:
         store = None if reason is not None else opened.enter_context(upstream_store(ends))
         for case in args.cases:
@@ -197,12 +216,20 @@ def main(argv: Sequence[str]) -> int:
                     kind: of_case.enter_context(our_pool("tcp", ends, case[0] // case[1], kind))
                     for kind in ("none", *(PROTECTED if args.protected else ()))
                 }
-                turns = Turns(case, pools.pop("none"), theirs, pools)
+                ours = pools.pop("none")
+                turns = Turns(case, ours, theirs, pools)
                 turns.run(args.rounds)
+                if args.profile:
+                    profiles.append(profile(ours, case, args.profile, "our"))
+                    if theirs is not None:
+                        profiles.append(profile(theirs, case, args.profile, "upstream's"))
             figures[case] = turns.rounds
             print(f"{title(case)} done", file=sys.stderr)
     peer = f"upstream {upstream.VERSION}" if reason is None else f"without upstream ({reason})"
     print(f"{about}; {args.rounds} rounds, load {load()}; {peer}\n\n{table(figures)}")
+    if profiles:
+        print("\n| value | thread | CPU us of a get | of it the kernel's | waits |")
+        print("\n".join(["|---|---|---|---|---|", *profiles]))
     if any(size > MAX_ANSWER_BYTES for size, _ in figures):
         print(f"\nValues of more than {format_bytes(MAX_ANSWER_BYTES)} go by pins in both ways.")
     if args.json is not None:
@@ -230,6 +257,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--protected", action="store_true", help="measure gets and puts with protection, too"
     )
+    parser.add_argument(
+        "--profile", type=int, default=0, metavar="N",
+        help="show what each thread takes for one of N gets",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="write seconds of every round to this file")
     args = parser.parse_args(argv)
     try:

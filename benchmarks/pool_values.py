@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import socket
 import statistics
 import subprocess
@@ -27,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.support import upstream
+from benchmarks.support import thread_times, upstream
 from benchmarks.support.bars import bars, write_page
 from benchmarks.support.cores import Ends
 from benchmarks.support.plain_values import PlainValues
@@ -78,7 +79,7 @@ class CountingNode(KvNode):
 def serve_node(pipe: Connection, block_bytes: int, protection: str) -> None:
     """One pool node and the pool's registry, driven until the pipe ends them. Before that, anything
     that comes through the pipe is answered with the CPU seconds of this process so far and the
-    number of its questions.
+    number of its questions, or the names of its threads.
     """
     layout = layout_of(block_bytes)
     channel, registry_channel = (
@@ -110,8 +111,9 @@ def serve_node(pipe: Connection, block_bytes: int, protection: str) -> None:
     for thread in threads:
         thread.start()
     pipe.send((channel.address, gateway.address))
-    while pipe.recv() != "done":
-        pipe.send((time.process_time(), node.num_asked))
+    while (asked := pipe.recv()) != "done":
+        figures = time.process_time(), node.num_asked
+        pipe.send(thread_times.own_names() if asked == "threads" else figures)
     for driver, thread in zip(drivers, threads, strict=True):
         driver.stop()
         thread.join()
@@ -124,7 +126,8 @@ def serve_node(pipe: Connection, block_bytes: int, protection: str) -> None:
 class Ours:
     """Values as runs of blocks through one session."""
 
-    def __init__(self, session: PoolSession, pipe: Connection) -> None:
+    def __init__(self, session: PoolSession, pipe: Connection, node_pid: int) -> None:
+        self.pids = {"client": os.getpid(), "node": node_pid}
         self._session = session
         self._pipe = pipe
         session.memory[:] = bytes(range(256)) * (CLIENT_BYTES // 256)
@@ -159,6 +162,12 @@ class Ours:
         """Take a value out again."""
         self._session.remove(self._run(name, 0, size)[0])
 
+    def names(self) -> dict[int, str]:
+        """Return the names of both ends' threads by their ids."""
+        self._pipe.send("threads")
+        of_node: dict[int, str] = self._pipe.recv()
+        return thread_times.own_names() | of_node
+
     def figures(self) -> tuple[float, int]:
         """Return the CPU seconds of the node and of this process together, and how many questions
         the node has had.
@@ -189,7 +198,7 @@ def our_pool(
         num_places=CLIENT_BYTES // block_bytes, transfer_protection=protection,
     )  # fmt: skip
     with PoolSession(settings) as session:
-        yield Ours(session, pipe)
+        yield Ours(session, pipe, process.pid or 0)
     pipe.send("done")
     process.join()
 
@@ -197,8 +206,11 @@ def our_pool(
 class Theirs:
     """Values of upstream's store, through a client of it that holds none."""
 
-    def __init__(self, client: upstream.UpstreamProcess, num_keys: int = 1) -> None:
-        """Each value has so many names, with as many bytes each."""
+    def __init__(
+        self, client: upstream.UpstreamProcess, pids: Mapping[str, int], num_keys: int = 1
+    ) -> None:
+        """Each value has so many names, with as many bytes each. `pids` of its processes."""
+        self.pids = pids
         self._client = client
         self._num_keys = num_keys
 
@@ -218,7 +230,7 @@ class Theirs:
 
     def cut(self, num_keys: int) -> Theirs:
         """Return the same store for values that have so many names."""
-        return Theirs(self._client, num_keys)
+        return Theirs(self._client, self.pids, num_keys)
 
 
 @contextmanager
@@ -243,7 +255,11 @@ def upstream_store(ends: Ends) -> Iterator[Theirs]:
             member = upstream.UpstreamProcess("store", address, NODE_BYTES, CLIENT_BYTES)
             opened.enter_context(member)
         client = upstream.UpstreamProcess("store", address, 0, CLIENT_BYTES)
-        yield Theirs(opened.enter_context(client))
+        opened.enter_context(client)
+        if ends.apart:
+            client.call("let_threads_go_first")
+        pids = {"client": client.pid, "master": master.pid, "member": member.pid}
+        yield Theirs(client, pids)
 
 
 def free_port() -> int:

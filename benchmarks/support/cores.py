@@ -20,6 +20,7 @@ class Ends:
         cores = sorted(os.sched_getaffinity(0))
         if apart and len(cores) < 2:
             raise RuntimeError("two ends with cores of their own need two cores")
+        self.apart = apart
         self._ours = set(cores[1::2] if apart else cores)
         self._theirs = set(cores[::2] if apart else cores)
         os.sched_setaffinity(0, self._ours)

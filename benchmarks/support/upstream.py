@@ -88,6 +88,10 @@ class UpstreamProcess:
         )
         self._ask(list(member))
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method there and return its answer. Raises RuntimeError when it failed."""
         return self._ask([method, *arguments])

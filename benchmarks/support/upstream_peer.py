@@ -29,15 +29,6 @@ def refuse_networks() -> None:
         raise SystemExit(f"not here: upstream would listen on {', '.join(names)}")
 
 
-def let_threads_go_first() -> None:
-    """Under a real-time policy, run at one priority less than the threads that upstream has made:
-    its calls spin until these are done, which on a core of its own they never are otherwise.
-    """
-    priority = os.sched_getparam(0).sched_priority
-    if priority > 1:
-        os.sched_setscheduler(0, os.sched_getscheduler(0), os.sched_param(priority - 1))
-
-
 def batches(work: list[int], room: int) -> list[list[int]]:
     """Return where the blocks of each batch start, the last first: round and round the memory.
 
@@ -92,6 +83,14 @@ class Store:
         _check(self._store.setup(HOST, "P2PHANDSHAKE", segment, 16 * 2**20, "tcp", "", master))
         _check(self._store.register_buffer(self._address, num_bytes))
 
+    def let_threads_go_first(self) -> None:
+        """Under a real-time policy, run at one priority less than the threads that the store has
+        made: a call spins until they are done, which on one core they otherwise never are.
+        """
+        priority = os.sched_getparam(0).sched_priority
+        if priority > 1:
+            os.sched_setscheduler(0, os.sched_getscheduler(0), os.sched_param(priority - 1))
+
     def put(self, name: str, start: int, size: int, num_keys: int) -> float:
         """Store a value under new names; return the seconds it took."""
         names, places, sizes = self._cut(name, start, size, num_keys)
@@ -144,7 +143,6 @@ def main() -> None:
     kinds: dict[str, Callable[..., Any]] = {"engine": Engine, "store": Store}
     kind, *arguments = json.loads(sys.stdin.readline())
     member = kinds[kind](*arguments)
-    let_threads_go_first()
     print("null", file=answers, flush=True)
     for line in sys.stdin:
         name, *arguments = json.loads(line)
