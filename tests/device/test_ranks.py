@@ -86,7 +86,7 @@ def test_ranks_have_the_tokens_and_logprobs_of_one_on_the_cpu(
     ("words", "backend", "how"),
     [
         ("tp2", EAGER, signal.SIGKILL), ("tp2", EAGER, signal.SIGSTOP),
-        ("tp2", CAPTURED, signal.SIGKILL),
+        ("tp2", CAPTURED, signal.SIGKILL), ("tp2", CAPTURED, signal.SIGSTOP),
         ("tp1-pp2", EAGER, signal.SIGKILL), ("tp1-pp2", EAGER, signal.SIGSTOP),
     ],
 )  # fmt: skip
