@@ -47,8 +47,9 @@ from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.telemetry.events import Recorders
+from mooncake.transfer.choices import AUTO, choose_protection
 from mooncake.transfer.engine import Asked
-from mooncake.transfer.factory import AUTO, TransferConfig, choose_protection, open_transfer
+from mooncake.transfer.factory import TransferConfig, open_transfer
 
 MIB = 2**20
 NODE_BYTES = 1024 * MIB

@@ -6,8 +6,9 @@ pydantic nor uvicorn.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from mooncake.base.lazy_names import lazily
 
 if TYPE_CHECKING:
     from mooncake.api.app import create_app
@@ -34,20 +35,15 @@ __all__ = [
     "serve",
 ]
 
-_MODULES = {
-    "app": "create_app",
-    "backend": "Backend EventStream",
-    "config": "ApiConfig ApiKey",
-    "gateway_backend": "GatewayBackend",
-    "http.server": "bind serve",
-    "model": "GenerationDefaults ServedModel load_served_model",
-    "text.tokenizer": "Tokenizer load_tokenizer",
-}
-_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
-
-
-def __getattr__(name: str) -> object:
-    """Import the module of `name` when it is first used."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazily(
+    __name__,
+    {
+        "app": "create_app",
+        "backend": "Backend EventStream",
+        "config": "ApiConfig ApiKey",
+        "gateway_backend": "GatewayBackend",
+        "http.server": "bind serve",
+        "model": "GenerationDefaults ServedModel load_served_model",
+        "text.tokenizer": "Tokenizer load_tokenizer",
+    },
+)

@@ -312,7 +312,7 @@ def _replicate(wanted: Replicate) -> int:
 def _bench(wanted: Bench) -> int:
     from mooncake.base import SystemIds
     from mooncake.launch.pool_client import bench
-    from mooncake.transfer.factory import choose_protocols
+    from mooncake.transfer.choices import choose_protocols
 
     config = msgspec.structs.replace(
         _config(wanted),
@@ -351,7 +351,7 @@ def _session(wanted: Node) -> Any:
 def _config(wanted: Node) -> Any:
     """Return where the pool of the node at `--url` is. The secret proves that we may ask."""
     from mooncake.launch.pool_client.session import locate
-    from mooncake.transfer.factory import AUTO, choose_protocols
+    from mooncake.transfer.choices import AUTO, choose_protocols
 
     if not wanted.cluster_secret:
         raise ConfigError(

@@ -4,7 +4,7 @@ all.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mooncake.base.clock import Clock
@@ -12,76 +12,19 @@ from mooncake.base.errors import ConfigError
 from mooncake.base.ids import SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, own_credential
+from mooncake.transfer.choices import PROTOCOLS, check_protection, usable_protocols
 from mooncake.transfer.local import MAX_HANDS, CopyPool, InprocBackend, InprocFabric
-from mooncake.transfer.net.endpoint import PROTECTIONS, Protection
+from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.handshake import Credentials
 from mooncake.transfer.net.io_loop import IoLoop
-from mooncake.transfer.rdma.backend import RdmaSettings, open_rdma
-from mooncake.transfer.rdma.verbs import has_pyverbs
+from mooncake.transfer.rdma.backend import open_rdma
+from mooncake.transfer.rdma.settings import RdmaSettings
 from mooncake.transfer.regions import Progress, RegionTable, no_progress
 from mooncake.transfer.router import RoutedTransfer
 from mooncake.transfer.shm.backend import ShmBackend
 from mooncake.transfer.staging.engine import StagingEngine
 from mooncake.transfer.staging.slots import StagingLimits
 from mooncake.transfer.tcp.backend import TcpBackend, TcpSettings
-from mooncake.transfer.topology import has_rdma_devices
-
-PROTOCOLS = ("inproc", "shm", "rdma", "tcp")
-"""All protocols, in the order in which they are tried."""
-
-
-AUTO = "auto"
-"""Stands for all protocols that work on this machine, and for the usual protection."""
-
-
-def usable_protocols() -> tuple[str, ...]:
-    """Return the protocols that work on this machine: RDMA needs a device and pyverbs."""
-    has_rdma = has_rdma_devices() and has_pyverbs()
-    return tuple(name for name in PROTOCOLS if name != "rdma" or has_rdma)
-
-
-def choose_protocols(names: Sequence[str], protection: str = AUTO) -> tuple[str, ...]:
-    """Return the protocols between processes that `names` stand for here, in the order in which
-    they are tried.
-
-    A protocol that is named is used, or fails later. "auto" leaves out protocols that do not work
-    here or do not give the `protection`. Raises ConfigError when a named protocol does not give it.
-    """
-    usable = set(usable_protocols()) if AUTO in names else set()
-    if protection == Protection.ENCRYPT.value:
-        usable.discard("rdma")
-    wanted = {*names, *usable}
-    _check_protection(choose_protection(protection), wanted)
-    return tuple(name for name in PROTOCOLS if name in wanted and name != "inproc")
-
-
-def check_usable(name: str) -> None:
-    """Raise ConfigError if a protocol cannot work on this machine. The message says what is
-    missing.
-    """
-    if name != "rdma":
-        return
-    if not has_rdma_devices():
-        raise ConfigError("this machine shows no RDMA device (/sys/class/infiniband is empty)")
-    if not has_pyverbs():
-        raise ConfigError("pyverbs is not installed: pip install 'mooncake-serve[rdma]'")
-
-
-def choose_protection(name: str) -> Protection | None:
-    """Return the protection called `name`; None for "auto". Raises ConfigError."""
-    if name not in (AUTO, *PROTECTIONS):
-        raise ConfigError(
-            f"transfer-protection: {name!r} is not one of {', '.join((AUTO, *PROTECTIONS))}"
-        )
-    return None if name == AUTO else Protection(name)
-
-
-def _check_protection(protection: Protection | None, protocols: Container[str]) -> None:
-    if protection is Protection.ENCRYPT and "rdma" in protocols:
-        raise ConfigError(
-            "transfer-protection: RDMA cannot encrypt, because NICs write memory as it is; leave "
-            "rdma out of `transport`"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +128,7 @@ def _check(config: TransferConfig) -> None:
         )
     if not config.secret:
         raise ConfigError("the cluster secret is empty; set one, the same for all workers")
-    _check_protection(config.protection, config.protocols)
+    check_protection(config.protection, config.protocols)
     if config.num_io_threads < 1 or config.num_copy_threads < 0:
         raise ConfigError("the transfer engine needs at least one I/O thread")
     if config.num_copy_threads >= MAX_HANDS:

@@ -6,7 +6,10 @@ mypy reads the packages alone, and a program that a test starts may hang the tes
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -91,3 +94,38 @@ def test_what_others_import_of_the_packages_is_there() -> None:
                 )
     assert len(files) > 500
     assert missing == []
+
+
+GATEWAY = """
+import sys
+from mooncake.cli import main, serve
+from mooncake.api import bind, create_app, load_served_model, serve
+from mooncake.api.http import event_loop
+from mooncake.launch.cluster import checks, gateway_process, process_workers, serve, supervisor
+from mooncake.rpc import zmq_channel
+print(*sorted(sys.modules))
+"""
+"""What a gateway that starts workers in processes of their own imports until it is ready."""
+NOT_OF_A_GATEWAY = (
+    "ray", "torch",
+    "mooncake.decode", "mooncake.engine.batcher", "mooncake.engine.engine",
+    "mooncake.instance.instance", "mooncake.kvstore.client", "mooncake.kvstore.node",
+    "mooncake.kvstore.storage", "mooncake.model.kimi_k2", "mooncake.prefill",
+    "mooncake.transfer.factory", "mooncake.transfer.local", "mooncake.transfer.rdma.backend",
+    "mooncake.transfer.router", "mooncake.transfer.shm", "mooncake.transfer.staging",
+    "mooncake.transfer.tcp",
+)  # fmt: skip
+
+
+def test_a_gateway_imports_no_part_that_moves_or_computes_blocks() -> None:
+    """They took a third of the CPU seconds of its imports, which every start waits for."""
+    for module in NOT_OF_A_GATEWAY:
+        assert module.partition(".")[0] not in ROOTS or names_of(module) is not None, module
+    done = subprocess.run(
+        [sys.executable, "-c", GATEWAY], cwd=ROOT, capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
+    )  # fmt: skip
+    imported = done.stdout.split()
+    assert "mooncake.launch.cluster.gateway_process" in imported
+    inside = tuple(f"{module}." for module in NOT_OF_A_GATEWAY)
+    assert [m for m in imported if m in NOT_OF_A_GATEWAY or m.startswith(inside)] == []

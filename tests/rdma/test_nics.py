@@ -19,8 +19,9 @@ from mooncake.base.errors import TransferError
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.rdma import verbs as rdma_verbs
-from mooncake.transfer.rdma.backend import RdmaBackend, RdmaSettings
+from mooncake.transfer.rdma.backend import RdmaBackend
 from mooncake.transfer.rdma.nic import Completion, Outcome, WorkRequest
+from mooncake.transfer.rdma.settings import RdmaSettings
 from mooncake.transfer.rdma.verbs import NicChoices, VerbsNic, open_nics
 from mooncake.transfer.router import RoutedTransfer
 from tests.support.transfer.driving import EMULATED, NEEDS_RDMA, WAIT_S, move, wait_for

@@ -17,7 +17,7 @@ import msgspec
 from mooncake.base import ConfigError, Role, SystemIds
 from mooncake.crypto.keys import KeySource
 from mooncake.identity import Credential
-from mooncake.instance import InstanceConfig
+from mooncake.instance.config import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.launch.cluster.facts import ClusterFacts, NotUp, when_up
 from mooncake.launch.cluster.log_file import DEFAULT_LEVEL
@@ -29,13 +29,12 @@ from mooncake.launch.host import machine_facts
 from mooncake.launch.host.health import HealthSettings
 from mooncake.launch.host.key_source import key_source
 from mooncake.launch.pool_node.admin import AdminSettings
-from mooncake.launch.worker.far_ranks import FarStages
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.model.options import FROM_FILES, ExpertGroup, ModelOptions
 from mooncake.telemetry.health import Vitals
-from mooncake.transfer.factory import check_usable, choose_protocols
+from mooncake.transfer.choices import check_usable, choose_protocols
 from mooncake.transfer.net.endpoint import ListenAddress
-from mooncake.transfer.rdma.backend import RdmaSettings
+from mooncake.transfer.rdma.settings import RdmaSettings
 
 if TYPE_CHECKING:
     from mooncake.launch.cluster.gateway_process import GatewayProcess
@@ -262,6 +261,8 @@ def await_stages(
         NotUp: a machine is not up.
         Forbidden: a machine belongs to another cluster.
     """
+    from mooncake.launch.worker.far_ranks import FarStages  # it imports what moves bytes
+
     far = FarStages(tuple(settings.stage_hosts), settings.bind_host, credential)
 
     def ask() -> None:

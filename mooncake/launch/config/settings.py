@@ -63,7 +63,7 @@ from mooncake.model.options import (
 from mooncake.scheduler.config import POLICIES, SchedulerConfig
 from mooncake.scheduler.scaling.config import Bounds, ScalingConfig
 from mooncake.transfer.net.endpoint import PROTECTIONS
-from mooncake.transfer.rdma.backend import RdmaSettings
+from mooncake.transfer.rdma.settings import RdmaSettings
 
 MODEL = "model and its memory"
 POOL = "KVCache pool of each kvstore worker"

@@ -49,18 +49,13 @@ from mooncake.launch.host.credentials import sign_request
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.http_client import TIMEOUT_S, Client
 from mooncake.rpc.zmq_channel import ZmqChannel
+from mooncake.transfer.choices import AUTO, choose_protection, usable_protocols
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import Region
-from mooncake.transfer.factory import (
-    AUTO,
-    TransferConfig,
-    choose_protection,
-    open_transfer,
-    usable_protocols,
-)
+from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.link_stats import LinkSnapshot
 from mooncake.transfer.net.endpoint import ListenAddress
-from mooncake.transfer.rdma.backend import RdmaSettings
+from mooncake.transfer.rdma.settings import RdmaSettings
 from mooncake.transfer.tcp.backend import TcpSettings
 
 CONNECT_POLL_S = 0.02

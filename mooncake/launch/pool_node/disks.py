@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mooncake.base import ConfigError, KvLayout, format_bytes
 from mooncake.crypto.keys import HOW, KeyRing, KeySource
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
-from mooncake.kvstore.storage.bucket import Bucket
-from mooncake.kvstore.storage.disk_files import FileDisks
 from mooncake.launch.host.key_source import needed_keys
+
+if TYPE_CHECKING:  # those who only check need neither
+    from mooncake.kvstore.storage.disk_files import FileDisks
 
 
 def open_disks(
@@ -29,10 +31,13 @@ def open_disks(
         ConfigError: a directory is missing, not writable, too small, or in use; or there is no key,
             or no client for the bucket.
     """
+    from mooncake.kvstore.storage.disk_files import FileDisks
+
     check_disks(config, make=True)
     keys = _keys(config, key_source)
     bucket = None
     if config.object_store is not None:
+        from mooncake.kvstore.storage.bucket import Bucket
         from mooncake.kvstore.storage.s3 import S3Store
 
         num_threads = config.object_threads

@@ -10,7 +10,6 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mooncake.base.pool_messages import DrainProgress, PoolState, TenantUse
-from mooncake.kvstore.node.blocks import COUNTERS
 from mooncake.launch.host.families import families
 
 GAUGES: dict[str, tuple[str, Callable[[PoolState], float]]] = {
@@ -90,6 +89,8 @@ def fate(drain: DrainProgress) -> str:
 
 def node_families(state: PoolState) -> Iterator[Metric]:
     """Yield the figures of a node, of its tenants, and its counters."""
+    from mooncake.kvstore.node.blocks import COUNTERS  # others read the names above alone
+
     worker, labels = [state.store.worker_id], ["worker"]
     yield from families(GaugeMetricFamily, "pool_", GAUGES, labels, [(worker, state)])
     tenants = [((*worker, use.tenant, use.tier.value), use) for use in state.tenants]

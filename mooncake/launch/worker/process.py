@@ -33,7 +33,8 @@ from mooncake.launch.worker.worker import Worker
 from mooncake.model.checkpoint.files.checkpoint_files import has_weights
 from mooncake.model.options import FROM_ENGINES
 from mooncake.rpc.zmq_channel import ZmqChannel
-from mooncake.transfer.factory import TransferConfig, choose_protection, open_transfer
+from mooncake.transfer.choices import choose_protection
+from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.regions import Progress
 from mooncake.transfer.tcp.backend import TcpSettings

@@ -11,13 +11,13 @@ from mooncake.base.cluster_mode import ClusterMode
 from mooncake.base.messages import NextLife
 from mooncake.crypto.keys import KeySource
 from mooncake.engine.config import EngineConfig
-from mooncake.instance import InstanceConfig
+from mooncake.instance.config import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.launch.host.health import HealthSettings
 from mooncake.launch.pool_node.admin import AdminSettings
 from mooncake.model.options import FROM_FILES, ExpertGroup, ModelOptions
-from mooncake.transfer.factory import AUTO
-from mooncake.transfer.rdma.backend import RdmaSettings
+from mooncake.transfer.choices import AUTO
+from mooncake.transfer.rdma.settings import RdmaSettings
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):

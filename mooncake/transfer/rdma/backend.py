@@ -11,7 +11,6 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from mooncake.base.errors import TransferError
 from mooncake.base.kv_layout import SegmentRef
@@ -33,9 +32,9 @@ from mooncake.transfer.rdma.endpoint import (
 )
 from mooncake.transfer.rdma.memory import RdmaMemory
 from mooncake.transfer.rdma.nic import Nic
-from mooncake.transfer.rdma.owner import OwnerLimits, RdmaOwner
-from mooncake.transfer.rdma.paths import RdmaLimits
+from mooncake.transfer.rdma.owner import RdmaOwner
 from mooncake.transfer.rdma.peer import RdmaPeer
+from mooncake.transfer.rdma.settings import RdmaSettings
 from mooncake.transfer.rdma.verbs import NicChoices, open_nics
 from mooncake.transfer.regions import RegionTable
 from mooncake.transfer.topology import prefer, read_matrix
@@ -43,37 +42,6 @@ from mooncake.transfer.topology import prefer, read_matrix
 _LOG = logging.getLogger(__name__)
 _MAX_TAKES = 16
 """Reads of one NIC's completions in a row, before everything else in the loop has its turn."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RdmaSettings:
-    """The settings by which one engine uses RDMA. Devices, ports, GIDs and MTU are found where they
-    are not given.
-    """
-
-    devices: Sequence[str] = ()
-    """Names such as "mlx5_0"; empty = all that are up."""
-    near: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Location as in the topology matrix -> NICs to prefer for memory there."""
-    gid_index: int | None = None
-    mtu_bytes: int | None = None
-    traffic_class: int = 0
-    """Traffic class of packets, for switches that tell classes apart (RoCE: six bits of DSCP, two
-    of ECN).
-    """
-    service_level: int = 0
-    max_endpoints: int = 512
-    """Queue pairs that may be open to peers at a time, or fewer if a NIC's completion queue is too
-    short for them. When there would be more, those not used lately are closed.
-    """
-    num_spins: int = 32
-    """How often to look at an empty completion queue before the thread sleeps."""
-    link_look_s: float = 0.1
-    """Seconds between two looks at a NIC whose link is down."""
-    lost_look_s: float = 1.0
-    """Seconds between two attempts to open a failed NIC again."""
-    limits: RdmaLimits = field(default_factory=RdmaLimits)
-    owner: OwnerLimits = field(default_factory=OwnerLimits)
 
 
 class RdmaBackend:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from mooncake.base.errors import TransferError
 from mooncake.transfer.grants import Fence
@@ -23,22 +22,13 @@ from mooncake.transfer.net.session import OwnerStream, Welcome
 from mooncake.transfer.rdma import wire
 from mooncake.transfer.rdma.memory import RdmaMemory
 from mooncake.transfer.rdma.nic import Nic, QueuePair
+from mooncake.transfer.rdma.settings import OwnerLimits
 
 _LOG = logging.getLogger(__name__)
 MAX_GRANTS = 4096
 """Grants that are remembered for one session. Of older ones, most of which have ended long ago,
 only the greatest number is remembered.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnerLimits:
-    """Bounds of the owner's side."""
-
-    num_sessions: int = 4096
-    num_pairs: int = 8192
-    """Queue pairs that clients may have with us, all together."""
-    handshake_s: float = 5.0
 
 
 class RdmaOwner:

@@ -7,39 +7,15 @@ lets one slice try it. Belongs to one `RdmaPeer`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mooncake.transfer.batches import Part, SliceLimits
-from mooncake.transfer.net.retries import Breaker, BreakerLimits
+from mooncake.transfer.batches import Part
+from mooncake.transfer.net.retries import Breaker
 from mooncake.transfer.rdma.endpoint import Endpoint, EndpointState, Path
 from mooncake.transfer.topology import rank_remote
 
 if TYPE_CHECKING:
     from mooncake.transfer.rdma.backend import RdmaBackend
-
-
-@dataclass(frozen=True, kw_only=True)
-class RdmaLimits:
-    """Bounds of what goes to one peer."""
-
-    slices: SliceLimits = field(
-        default_factory=lambda: SliceLimits(target_bytes=2**20, min_bytes=64 * 1024, max_pieces=32)
-    )
-    """64 KiB if that spreads a batch over more NICs, more if there is much to move."""
-    in_flight_bytes: int = 8 * 2**20
-    """Bytes that one queue pair has under way. Further ones are queued, so that other paths can
-    take them.
-    """
-    signal_every: int = 16
-    num_failures: int = 4
-    """A slice whose path broke this often fails its batch."""
-    fence_s: float = 0.25
-    """How long a stopped batch may go on before its queue pairs are torn down, and again how long
-    the owner may take to confirm.
-    """
-    connect_s: float = 5.0
-    breaker: BreakerLimits = field(default_factory=BreakerLimits)
 
 
 class PeerPaths:

@@ -20,10 +20,10 @@ from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import Credentials
 from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.net.retries import BreakerLimits
-from mooncake.transfer.rdma.backend import RdmaBackend, RdmaSettings
+from mooncake.transfer.rdma.backend import RdmaBackend
 from mooncake.transfer.rdma.memory import RdmaMemory
 from mooncake.transfer.rdma.nic import Outcome, WorkRequest
-from mooncake.transfer.rdma.paths import RdmaLimits
+from mooncake.transfer.rdma.settings import RdmaLimits, RdmaSettings
 from mooncake.transfer.regions import DeviceRegion, RegionTable
 from mooncake.transfer.router import RoutedTransfer
 from mooncake.transfer.staging.engine import StagingEngine

@@ -23,8 +23,9 @@ from mooncake.transfer.local import CopyPool, InprocFabric
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import WORKERS, AcceptingSide, ConnectingSide, Credentials
 from mooncake.transfer.net.io_loop import IoLoop
-from mooncake.transfer.rdma.backend import RdmaBackend, RdmaSettings
+from mooncake.transfer.rdma.backend import RdmaBackend
 from mooncake.transfer.rdma.memory import RdmaMemory
+from mooncake.transfer.rdma.settings import RdmaSettings
 from mooncake.transfer.regions import RegionTable
 from mooncake.transfer.router import RoutedTransfer
 from mooncake.transfer.shm.backend import ShmBackend

@@ -11,11 +11,12 @@ import pytest
 
 from mooncake.base.errors import ConfigError, TransferError
 from mooncake.base.kv_layout import SegmentRef
-from mooncake.transfer import factory
+from mooncake.transfer import choices
 from mooncake.transfer.backend import Backend
 from mooncake.transfer.batches import Job
+from mooncake.transfer.choices import choose_protocols
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
-from mooncake.transfer.factory import TransferConfig, choose_protocols, open_transfer
+from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.local import InprocFabric
 from mooncake.transfer.net.endpoint import Protection
@@ -217,7 +218,7 @@ def test_bad_settings_are_named(config: TransferConfig, words: str) -> None:
 
 
 def test_encryption_leaves_rdma_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory, "usable_protocols", lambda: factory.PROTOCOLS)
+    monkeypatch.setattr(choices, "usable_protocols", lambda: choices.PROTOCOLS)
     assert choose_protocols(["auto"]) == ("shm", "rdma", "tcp")
     assert choose_protocols(["auto"], "encrypt") == ("shm", "tcp")
     assert choose_protocols(["tcp", "rdma"], "mac") == ("rdma", "tcp")

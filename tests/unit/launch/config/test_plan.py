@@ -115,8 +115,8 @@ def test_a_required_transport_that_does_not_work_here_is_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch, has_device: bool, message: str
 ) -> None:
     """At start, in a dry run, and by a worker that hears of it from the cluster it joins."""
-    monkeypatch.setattr("mooncake.transfer.factory.has_rdma_devices", lambda: has_device)
-    monkeypatch.setattr("mooncake.transfer.factory.has_pyverbs", lambda: False)
+    monkeypatch.setattr("mooncake.transfer.choices.has_rdma_devices", lambda: has_device)
+    monkeypatch.setattr("mooncake.transfer.choices.has_pyverbs", lambda: False)
     config = resolve({"model": str(model), "require_transport": "rdma"}, None, {})
     plan = make_plan(config, 8)
     with pytest.raises(ConfigError, match=f"require-transport: rdma does not work.*{message}"):
