@@ -506,7 +506,7 @@ def test_each_pod_gets_a_certificate_of_the_signer_and_its_ports_speak_tls(tmp_p
         assert (given.out, given.address, given.renew) == (places["own"], "$POD_IP", False)
         assert str(Path(given.token_file).parent) == places["token"]
         renews = asked_by(re.findall(r"do (mooncake enrol .*?) >", container["args"][0])[0])
-        assert renews == dataclasses.replace(given, renew=True)
+        assert (given.wait, renews) == (1800, dataclasses.replace(given, renew=True, wait=0))
         own = tmp_path / "own" / role
         token = str(tmp_path / "tokens" / role)
         enrol(
