@@ -13,8 +13,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from mooncake.launch.cluster.worker_handle import connected, place_of
+from mooncake.launch.cluster.worker_handle import running
 from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import machine_facts
 from mooncake.launch.host.credentials import private_dir, read_secret
 
 
@@ -56,12 +57,8 @@ class KeptRun:
         return read_secret(self.secret_file)
 
     def has_workers(self, worker_ids: Iterable[str]) -> bool:
-        """Return whether one of these workers was left behind and still runs."""
-        for worker_id in worker_ids if self.name else ():
-            if (found := connected(place_of(self.name, worker_id))) is not None:
-                found.close()
-                return True
-        return False
+        """Return whether one of these workers was left behind on this machine and still runs."""
+        return bool(self.name and running(self.name, worker_ids))
 
     def close(self) -> None:
         if self._lock is not None:
@@ -75,9 +72,12 @@ def _place(config: ServeConfig) -> str:
     """Return what is the same for each start of a command, and for no two that run; empty: nothing
     is.
     """
-    if config.colocated or config.role is not None or config.ray_address is not None:
+    if config.colocated or config.role is not None:
         return ""
+    place = f"{config.host}:{config.port}" if config.port else ""
     if config.headless:
         model = Path(config.model).resolve()
-        return f"headless {model} at {config.bind_host}, health {config.health_port}"
-    return f"{config.host}:{config.port}" if config.port else ""
+        place = f"headless {model} at {config.bind_host}, health {config.health_port}"
+    if place and config.ray_address is not None:  # its workers may be on other machines
+        place += f" of {machine_facts.host_name()}, by Ray at {config.ray_address}"
+    return place

@@ -29,6 +29,7 @@ from mooncake.launch.cluster.worker_handle import (
     Leave,
     connected,
     end_left,
+    is_running,
     place_of,
 )
 from mooncake.launch.cluster.workers import joining_workers
@@ -81,12 +82,7 @@ def begin(role: Role, worker_id: str) -> tuple[Path, Begin]:
 
 def held(worker_ids: Iterable[str]) -> list[str]:
     """Return which of these workers run on this machine."""
-    found = []
-    for worker_id in worker_ids:
-        if (connection := connected(_place(worker_id))) is not None:
-            connection.close()
-            found.append(worker_id)
-    return found
+    return [worker_id for worker_id in worker_ids if is_running(_place(worker_id))]
 
 
 def leave(worker_ids: Iterable[str], limit_s: float, hurries: Callable[[], bool]) -> None:

@@ -19,7 +19,7 @@ from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.kept_run import KeptRun
 from mooncake.launch.cluster.local_keeper import LocalKeepers
 from mooncake.launch.cluster.supervisor import Make, Supervisor
-from mooncake.launch.cluster.worker_handle import end_left, place_of
+from mooncake.launch.cluster.worker_handle import end_left, place_of, running
 from mooncake.launch.cluster.workers import Workers, cluster_workers, own_facts
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
@@ -71,6 +71,8 @@ class ProcessWorkers(Workers):
         self._settings: list[WorkerSettings] = []
         """The settings of all workers that there may be."""
         self._follower: LoadFollower | None = None
+        self._held: dict[str, str] = {}
+        """The nodes of Ray on which workers of a killed start run."""
 
     def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
         self._thread = threading.Thread(
@@ -146,8 +148,10 @@ class ProcessWorkers(Workers):
         """How long workers wait for another supervisor: not at all if none could find them."""
         return self._config.orphan_timeout if self._kept is not None and self._kept.name else 0.0
 
-    def _keepers(self, show: report.Show) -> Make:
-        """Return what makes the workers' keepers: threads here, or actors of a Ray cluster."""
+    def _keepers(self, show: report.Show, may_run: list[str]) -> Make:
+        """Return what makes the workers' keepers: threads here, or actors of a Ray cluster.
+        `may_run`: the workers that a killed start may have left.
+        """
         config = self._config
         name = "" if self._kept is None else self._kept.name
         run = name or SystemIds().hex(8)
@@ -157,10 +161,14 @@ class ProcessWorkers(Workers):
 
         show("ray", "connecting", 0, 0)
         ray_cluster.connect(config.ray_address)
+        if may_run and not config.stays_here:
+            show("ray", "looking for workers", 0, 0)
+            self._held = ray_cluster.holders(running, run, may_run)
         show("ray", report.READY, 1, 1)
         return ray_cluster.RayKeepers(
             run, self._own_file, self._orphan_s, here_only=config.stays_here,
             cpus_aside=config.follows_load and not config.stays_here, forks=self._forks,
+            nodes=self._held,
         )  # fmt: skip
 
     def _start(
@@ -171,10 +179,12 @@ class ProcessWorkers(Workers):
         kept_file = None if self._kept is None else self._kept.secret_file
         self._own_file = kept_file or secret_file(own_address)
         self._secret_files = list({self._own_file, secret_file(own_address)})
+        was_killed = self._kept is not None and self._kept.secret() is not None
         self._keep(self._secret)
-        keepers = self._keepers(show)
         host = machine_facts.host_name()
-        self._settings = cluster_workers(config, plan, own_address, self._secret, host)
+        every = cluster_workers(config, plan, own_address, self._secret, host)
+        keepers = self._keepers(show, [each.worker_id for each in every if was_killed])
+        self._settings = every
         settings = first_workers(config, self._settings, self._was_left)
         if config.follows_load:
             scaling = gateway_process.gateway.scaling
@@ -202,7 +212,8 @@ class ProcessWorkers(Workers):
         ]
 
     def _was_left(self, worker_id: str) -> bool:
-        return self._kept is not None and self._kept.has_workers([worker_id])
+        here = self._kept is not None and self._kept.has_workers([worker_id])
+        return here or worker_id in self._held
 
     def _keep(self, secret: str) -> None:
         for file in self._secret_files:

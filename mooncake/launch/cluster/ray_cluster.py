@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,8 @@ TELL_S = 0.2
 """Before an actor is ended, Ray gets this long to tell it something."""
 DAEMONS = ("gcs_server", "raylet")
 """The names of Ray's processes that nothing replaces."""
+
+_log = logging.getLogger(__name__)
 
 
 class WorkerActor:
@@ -204,22 +206,21 @@ def num_gpus() -> float:
     return sum(float(node["Resources"].get("GPU", 0.0)) for node in _living())
 
 
-def holders(worker_ids: Sequence[str]) -> dict[str, str]:
-    """Return the nodes of Ray on whose machines some of these placed workers run already.
+def holders(look: Callable[..., list[str]], *words: object) -> dict[str, str]:
+    """Return the nodes of Ray on whose machines workers run already, by their ids. `look` finds
+    those of one machine, by `words`.
 
     Raises:
         MooncakeError: a machine does not say. It may have one, which must not start twice.
     """
-    from mooncake.launch.cluster import placed_worker
-
-    ask: Any = ray.remote(placed_worker.held)
+    ask: Any = ray.remote(look)
     calls = {}
-    for node in _living():
-        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        asked = ask.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
-        calls[asked.remote(list(worker_ids))] = node["NodeID"]
     found: dict[str, str] = {}
     try:
+        for node in _living():
+            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            asked = ask.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+            calls[asked.remote(*words)] = node["NodeID"]
         for call, node_id in calls.items():
             found |= dict.fromkeys(ray.get(call, timeout=HOLDERS_S), node_id)
     except RayError as error:
@@ -307,10 +308,10 @@ class RayKeepers:
     """Whether engines without GPUs have a CPU of Ray for each of their threads."""
     forks: ForkServer | None = None
     """What starts the processes of this machine."""
-    nodes: Mapping[str, str] | None = None
-    """The workers are those of a cluster that a file describes: the nodes of Ray on which some of
-    them run already or are to start. None: they are of no such cluster.
-    """
+    placed: bool = False
+    """Whether the workers are those of a cluster that a file describes."""
+    nodes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The nodes of Ray on which some of them run already or are to start."""
 
     def __call__(self, settings: WorkerSettings, waits: bool) -> Keeper:
         """Return the keeper of a worker, an actor that Ray starts.
@@ -318,13 +319,23 @@ class RayKeepers:
         Raises:
             MooncakeError: Ray has no room for it, or cannot be asked now.
         """
+        node = self.nodes.get(settings.worker_id)
+        actor, aside = self._start(settings, node, waits=waits)
+        begin = partial(self._run, settings=settings)
+        if self.placed:  # who has it placed looks for it when its machine is lost
+            node = None
+        return RayKeeper(
+            actor, aside, begin, node, partial(self._start, settings, None, waits=True)
+        )
+
+    def _start(
+        self, settings: WorkerSettings, node: str | None, *, waits: bool
+    ) -> tuple[Any, PlacementGroup | None]:
+        """Start the actor of a worker; `node` says where. Return what is set aside for it, too."""
         here_only = self.here_only or settings.expert_group is not None  # these share a memory
         strategy: Any = "SPREAD"
         aside: PlacementGroup | None = None
-        where: dict[str, Any] = {}
-        node = (self.nodes or {}).get(settings.worker_id)
-        if self.nodes is not None:
-            where = {"placed": True, "node": node}
+        where = {"placed": True, "node": node} if self.placed else {}
         with _asking(), contextlib.ExitStack() as undo:  # a failed try leaves nothing set aside
             if here_only:
                 node = ray.get_runtime_context().get_node_id()
@@ -351,7 +362,7 @@ class RayKeepers:
                 .remote(settings.worker_id, is_pool=settings.role is Role.KVSTORE, **where)
             )
             undo.pop_all()
-            return RayKeeper(actor, aside, partial(self._run, actor, settings))
+            return actor, aside
 
     def _needs(self, settings: WorkerSettings) -> dict[str, float]:
         """Return what Ray is to set aside for all ranks of a worker."""
@@ -371,13 +382,24 @@ class RayKeepers:
 class RayKeeper:
     """An actor that looks after a worker."""
 
-    def __init__(self, actor: Any, aside: PlacementGroup | None, run: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        aside: PlacementGroup | None,
+        run: Callable[[Any], Any],
+        node: str | None = None,
+        elsewhere: Callable[[], tuple[Any, PlacementGroup | None]] | None = None,
+    ) -> None:
         """`aside`: what is reserved for all its ranks; it stays reserved while it starts again.
-        `run` makes it be the worker and returns the call, which lasts as long as that.
+        `run` makes it be the worker and returns the call, which lasts as long as that. `node`: the
+        node of Ray that it was started at because its worker runs there; if that is lost,
+        `elsewhere` returns another actor and what is reserved for that one.
         """
         self._actor = actor
         self._aside = aside
         self._begin_run = run
+        self._node = node
+        self._elsewhere = elsewhere
         self._run: Any = None
         self._state: Any = None
         """The open question about the worker's state."""
@@ -386,11 +408,14 @@ class RayKeeper:
     def run(self) -> None:
         self._state = None
         with _asking():
-            self._run = self._begin_run()
+            if self._elsewhere is not None and self._node and self._node not in nodes():
+                another = self._elsewhere()
+                self.close()
+                (self._actor, self._aside), self._node = another, None
+            self._run = self._begin_run(self._actor)
 
     def end(self) -> End | None:
-        done, _ = ray.wait([self._run], timeout=0)
-        if not done:
+        if not _is_done(self._run):
             return None
         try:
             return End(How.STOPPED, ray.get(self._run) or "")
@@ -402,13 +427,12 @@ class RayKeeper:
             return End(How.DIED, str(error))
 
     def state(self) -> State | None:
-        if self._state is None:
-            self._state = self._actor.state.remote()
-        done, _ = ray.wait([self._state], timeout=0)
-        if not done:
-            return None
-        call, self._state = self._state, None
         try:
+            if self._state is None:
+                self._state = self._actor.state.remote()
+            if not _is_done(self._state):
+                return None
+            call, self._state = self._state, None
             return msgspec.msgpack.decode(ray.get(call), type=State)
         except RayError:
             return None
@@ -418,11 +442,22 @@ class RayKeeper:
             self._stop = self._actor.stop.remote(drain_s, waits)
 
     def close(self) -> None:
-        if self._stop is not None:
-            ray.wait([self._stop], timeout=TELL_S)
-        ray.kill(self._actor, no_restart=True)
-        if self._aside is not None:
-            _groups.remove_placement_group(self._aside)
+        try:
+            if self._stop is not None:
+                ray.wait([self._stop], timeout=TELL_S)
+            ray.kill(self._actor, no_restart=True)
+            if self._aside is not None:
+                _groups.remove_placement_group(self._aside)
+        except RayError as error:
+            _log.warning("Ray may keep what it has set aside for a worker: %s", error)
+
+
+def _is_done(call: Any) -> bool:
+    """Return whether a call has ended; no, if Ray does not say."""
+    try:
+        return bool(ray.wait([call], timeout=0)[0])
+    except RayError:
+        return False
 
 
 @contextlib.contextmanager

@@ -238,10 +238,10 @@ class _Node:
 
         workers = [self._worker(facts, *each) for each in placed_worker.names_of(self._cluster)]
         there = ray_cluster.nodes()
-        held = ray_cluster.holders([each.worker_id for each in workers])
+        held = ray_cluster.holders(placed_worker.held, [each.worker_id for each in workers])
         on_cpus = [each.worker_id for each in workers if not each.num_gpus]
         nodes = {**held, **spread(on_cpus, held, [*there])}
-        supervisor.resume(workers, ray_cluster.RayKeepers("up", nodes=nodes))
+        supervisor.resume(workers, ray_cluster.RayKeepers("up", placed=True, nodes=nodes))
         looked_s = time.monotonic()
         told = False
 

@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -114,6 +114,19 @@ def connected(place: Path) -> socket.socket | None:
     return connection
 
 
+def is_running(place: Path) -> bool:
+    """Return whether a process listens at `place`."""
+    if (connection := connected(place)) is None:
+        return False
+    connection.close()
+    return True
+
+
+def running(run: str, worker_ids: Iterable[str]) -> list[str]:
+    """Return which of these workers of a run have a process on this machine."""
+    return [worker_id for worker_id in worker_ids if is_running(place_of(run, worker_id))]
+
+
 class WorkerHandle:
     """Starts or adopts the process of a worker. `receive` says how it is until it has ended."""
 
@@ -160,10 +173,8 @@ class WorkerHandle:
     def close(self) -> None:
         """Let go of the process. If it has ended, nothing is left of it."""
         self._connection.close()
-        if (other := connected(self._place)) is None:
+        if not is_running(self._place):
             self._place.unlink(missing_ok=True)
-        else:
-            other.close()
 
 
 def start_at(

@@ -36,7 +36,8 @@ def config(**given: object) -> ServeConfig:
 
 
 @pytest.mark.parametrize(
-    "given", [{"port": 0}, {"colocated": True}, {"orphan_timeout": 0}, {"ray_address": "a:1"}]
+    "given",
+    [{"port": 0}, {"colocated": True}, {"orphan_timeout": 0}, {"port": 0, "ray_address": "a:1"}],
 )
 def test_where_nobody_could_find_workers_again_they_have_no_name(given: dict[str, object]) -> None:
     with contextlib.closing(KeptRun(config(**given))) as run:
@@ -57,6 +58,23 @@ def test_the_same_command_has_the_same_name_and_one_that_runs_keeps_it() -> None
     first.close()
     with contextlib.closing(KeptRun(config(decode=2))) as again:
         assert again.name == name, "settings may differ: what does not fit makes way"
+
+
+def test_on_a_ray_that_machines_share_each_machine_has_names_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers of both may be on a third one."""
+
+    def name(**given: object) -> str:
+        with contextlib.closing(KeptRun(config(**given))) as run:
+            return run.name
+
+    own = name(ray_address="a:1")
+    assert name(ray_address="a:1") == own
+    others = [name(), name(ray_address="a:2"), name(ray_address="a:1", port=8001)]
+    monkeypatch.setattr(kept_run.machine_facts, "host_name", lambda: "another")
+    others.append(name(ray_address="a:1"))
+    assert len({"", own, *others}) == 6
 
 
 def test_the_next_start_finds_secret_and_workers() -> None:

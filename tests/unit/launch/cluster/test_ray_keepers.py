@@ -58,7 +58,7 @@ def test_a_placed_worker_is_started_where_it_runs_and_nowhere_else(
 
     monkeypatch.setattr(ray_cluster.ray, "remote", lambda _: SimpleNamespace(options=options))
     node, other = "5e" * 28, "6f" * 28
-    RayKeepers("up", nodes={"decode-0": node})(worker_settings(), True)
+    RayKeepers("up", placed=True, nodes={"decode-0": node})(worker_settings(), True)
     [(strategy, where)] = made
     assert (strategy.node_id, strategy.soft) == (node, True)
     assert where == {"is_pool": False, "placed": True, "node": node}
@@ -73,6 +73,37 @@ def test_a_placed_worker_is_started_where_it_runs_and_nowhere_else(
         ray_cluster.WorkerActor("decode-0", **where).run(b"", "", "", 0.0)
 
 
+@pytest.mark.parametrize("num_gpus", [0.0, 8.0])
+def test_a_worker_that_a_killed_serve_has_left_is_kept_on_its_node_while_that_lives(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: float
+) -> None:
+    """Another node would start a second one. When the node is lost, any may start it."""
+    fake = FakeRay(monkeypatch)
+    node, other = (
+        {"NodeID": letter * 56, "NodeManagerAddress": address, "Alive": True,
+         "Resources": {"GPU": 8.0, f"node:{address}": 1.0}}
+        for letter, address in (("5", "10.0.0.7"), ("6", "10.0.0.8"))
+    )  # fmt: skip
+    there = [node, other]
+    monkeypatch.setattr(ray_cluster.ray, "nodes", lambda: there)
+    keepers = RayKeepers("a run", nodes={"decode-0": node["NodeID"]})
+    keeper = keepers(worker_settings(num_gpus=num_gpus), True)
+    for _ in range(2):
+        keeper.run()
+    assert fake.started == ["decode-0"]
+    [told] = fake.options
+    if num_gpus:
+        assert fake.groups == ["[{'GPU': 8.0, 'node:10.0.0.7': 0.001}] STRICT_PACK"]
+    else:
+        assert (told.node_id, told.soft) == (node["NodeID"], True)
+    there.remove(node)
+    for _ in range(2):
+        keeper.run()
+    assert (fake.started, fake.killed) == (["decode-0"] * 2, ["decode-0"])
+    assert fake.groups == (["[{'GPU': 8.0}] STRICT_PACK"] if num_gpus else [])
+    assert fake.options[-1] == ("it" if num_gpus else "SPREAD")
+
+
 class FakeRay:
     """Counts actors; each says what it was told."""
 
@@ -81,6 +112,8 @@ class FakeRay:
         self.stopped: list[tuple[str, float, bool]] = []
         self.killed: list[str] = []
         self.groups: list[str] = []
+        self.options: list[Any] = []
+        """Where each actor is to start."""
         context = SimpleNamespace(get_node_id=lambda: "5e" * 28)
         for name, stub in (
             ("remote", self._remote),
@@ -89,15 +122,18 @@ class FakeRay:
             ("wait", lambda calls, **_: ([], calls)),
         ):
             monkeypatch.setattr(ray_cluster.ray, name, stub)
-        group = SimpleNamespace(wait=fails(AssertionError("nobody waits for the GPUs")))
+        wait = fails(AssertionError("nobody waits for the GPUs"))
+
+        def make(bundles: list[dict[str, float]], strategy: str) -> Any:
+            self.groups.append(f"{bundles} {strategy}")
+            return SimpleNamespace(name=self.groups[-1], wait=wait)
+
         monkeypatch.setattr(ray_cluster, "PlacementGroupSchedulingStrategy", lambda *_, **__: "it")
+        monkeypatch.setattr(ray_cluster._groups, "placement_group", make)
         monkeypatch.setattr(
-            ray_cluster._groups, "placement_group",
-            lambda bundles, strategy: self.groups.append(f"{bundles} {strategy}") or group,
+            ray_cluster._groups, "remove_placement_group",
+            lambda group: self.groups.remove(group.name),
         )  # fmt: skip
-        monkeypatch.setattr(
-            ray_cluster._groups, "remove_placement_group", lambda group: self.groups.pop()
-        )
         monkeypatch.setattr(ray_cluster.ray, "nodes", list)
 
     def _remote(self, worker_class: type) -> Any:
@@ -113,7 +149,11 @@ class FakeRay:
                 ),
             )
 
-        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make))
+        def options(scheduling_strategy: Any, **_: Any) -> Any:
+            self.options.append(scheduling_strategy)
+            return SimpleNamespace(remote=make)
+
+        return SimpleNamespace(options=options)
 
 
 def test_nobody_waits_for_the_gpus_of_workers_that_ray_places(
@@ -124,7 +164,7 @@ def test_nobody_waits_for_the_gpus_of_workers_that_ray_places(
     """
     fake = FakeRay(monkeypatch)
     workers = [worker_settings(worker_id=f"decode-{number}", num_gpus=8.0) for number in range(2)]
-    Supervisor(lambda _: None).resume(workers, RayKeepers("up", nodes={}))
+    Supervisor(lambda _: None).resume(workers, RayKeepers("up", placed=True))
     assert fake.started == ["decode-0", "decode-1"]
     assert len(fake.groups) == 2
 
@@ -182,7 +222,7 @@ def test_an_end_says_who_has_died(
     monkeypatch: pytest.MonkeyPatch, raised: RayError, how: How
 ) -> None:
     """Only where the actor has seen the worker end, that has died for certain."""
-    keeper = RayKeeper(SimpleNamespace(), None, lambda: "run")
+    keeper = RayKeeper(SimpleNamespace(), None, lambda _: "run")
     keeper.run()
     monkeypatch.setattr(ray_cluster.ray, "wait", lambda calls, timeout: ([], calls))
     assert keeper.end() is None
@@ -193,3 +233,18 @@ def test_an_end_says_who_has_died(
     ended = keeper.end()
     assert ended is not None
     assert ended.how is how
+
+
+def test_a_ray_that_does_not_answer_says_nothing_of_a_worker_and_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The supervisor goes on with other workers, and asks again."""
+    away = fails(RaySystemError("the GCS does not answer"))
+    keeper = RayKeeper(SimpleNamespace(state=SimpleNamespace(remote=away)), None, away)
+    with pytest.raises(MooncakeError, match="the GCS does not answer"):
+        keeper.run()
+    for name in ("wait", "kill"):
+        monkeypatch.setattr(ray_cluster.ray, name, away)
+    assert (keeper.end(), keeper.state()) == (None, None)
+    keeper.close()
+    assert "the GCS does not answer" in caplog.text

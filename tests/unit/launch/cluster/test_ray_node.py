@@ -92,7 +92,7 @@ def test_a_machine_whose_ray_was_started_again_is_looked_at_anew(
     )  # fmt: skip
     clock = iter([0.0, LOOK_S + 1, LOOK_S + 1])
     monkeypatch.setattr(ray_node, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(ray_cluster, "holders", lambda _: {})
+    monkeypatch.setattr(ray_cluster, "holders", lambda *_: {})
     monkeypatch.setattr(placed_worker, "names_of", lambda _: [])
     went_on: list[bool] = []
     supervisor: Any = SimpleNamespace(
