@@ -32,6 +32,7 @@ WHOLE = 768
 """Tokens of a prompt of that length that come from the pool: one of its blocks holds three of
 vLLM's, of 128 tokens each.
 """
+PROGRAMS = {"vllm": "vllm.entrypoints.cli.main", "pip": "pip._internal.cli.main"}
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,17 +43,18 @@ pytestmark = [
 def environment(home: Path) -> Path:
     """Make an environment that has vLLM and not our package, and return where it is."""
     place = home / "venv"
-    venv.create(place, with_pip=True)
+    venv.create(place)
     (theirs,) = (VLLM_ENV / "lib").glob("python3*/site-packages")
     (own,) = (place / "lib").glob("python3*/site-packages")
     # Packages of that folder are found; what is installed there as editable is not.
     (own / "vllm.pth").write_text(f"{theirs}\n")
-    program = place / "bin" / "vllm"
-    program.write_text(
-        f"#!{place}/bin/python\nfrom vllm.entrypoints.cli.main import main\n\n"
-        'if __name__ == "__main__":\n    main()\n'
-    )
-    program.chmod(0o755)
+    for name, module in PROGRAMS.items():
+        program = place / "bin" / name
+        program.write_text(
+            f"#!{place}/bin/python\nfrom {module} import main\n\n"
+            'if __name__ == "__main__":\n    main()\n'
+        )
+        program.chmod(0o755)
     return place
 
 
