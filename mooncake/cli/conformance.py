@@ -33,7 +33,7 @@ from mooncake.launch.config.options import (
 if TYPE_CHECKING:
     from mooncake.bench.conformance.endpoint import Endpoint
     from mooncake.bench.conformance.processes import Processes
-    from mooncake.bench.conformance.target import Verdict
+    from mooncake.bench.conformance.verdict import Verdict
 
 CLOSING_S = 0.1
 """Seconds for connections that were broken off to be closed."""

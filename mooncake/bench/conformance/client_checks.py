@@ -11,7 +11,8 @@ import msgspec
 
 from mooncake.api.http.client import RequestFailed
 from mooncake.bench.conformance.endpoint import COMPLETIONS, HANDLE, Answer
-from mooncake.bench.conformance.target import PROBE_TOKENS, Failed, NotPossible, Target, difference
+from mooncake.bench.conformance.target import PROBE_TOKENS, Target, difference
+from mooncake.bench.conformance.verdict import Failed, NotPossible
 from mooncake.bench.server_counters import parse_metrics
 
 ABORTS_AT_ONCE = 4

@@ -12,7 +12,7 @@ import msgspec
 
 from mooncake.api.http.client import HttpClient, RequestFailed
 from mooncake.api.http.client_wire import EventSplitter
-from mooncake.bench.conformance.target import NotPossible
+from mooncake.bench.conformance.verdict import NotPossible
 from mooncake.bench.server_counters import Series, parse_metrics
 
 COMPLETIONS = "/v1/completions"

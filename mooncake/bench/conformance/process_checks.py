@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from mooncake.bench.conformance.endpoint import Answer
 from mooncake.bench.conformance.processes import Processes, Use, use_of
-from mooncake.bench.conformance.target import PROBE_TOKENS, Failed, NotPossible, Target, difference
+from mooncake.bench.conformance.target import PROBE_TOKENS, Target, difference
+from mooncake.bench.conformance.verdict import Failed, NotPossible
 
 NUM_STREAMS = 6
 BEGUN_TOKENS = 4

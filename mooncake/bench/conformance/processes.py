@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mooncake.bench.conformance.endpoint import Endpoint
-from mooncake.bench.conformance.target import Failed, NotPossible
+from mooncake.bench.conformance.verdict import Failed, NotPossible
 
 _POLL_S = 0.25
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")

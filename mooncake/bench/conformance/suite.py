@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
 from mooncake.bench.conformance import client_checks, process_checks
 from mooncake.bench.conformance.complaints import CHECKS, COMPLAINTS
-from mooncake.bench.conformance.target import Failed, NotPossible, Target, Verdict
+from mooncake.bench.conformance.target import Target
+from mooncake.bench.conformance.verdict import Failed, NotPossible, Verdict
 
 CHECK_DEADLINES = 40
 """A check is given up after this many deadlines of a request."""

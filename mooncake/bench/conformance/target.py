@@ -1,6 +1,4 @@
-"""The server under test, what a check may do to it, and what a check has found. Owns the random
-prompts of a run.
-"""
+"""The server under test and what a check may do to it. Owns the random prompts of a run."""
 
 from __future__ import annotations
 
@@ -9,36 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from mooncake.bench.conformance.endpoint import Answer, Endpoint
 from mooncake.bench.conformance.processes import Processes
-
-Result = Literal["pass", "fail", "not possible here"]
-
-
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    check: str
-    complaint: str
-    """The id of a complaint in `COMPLAINTS`."""
-    result: Result
-    why: str = ""
-    """Why the check failed, or is not possible here."""
-    evidence: str = ""
-    """What was seen."""
-
-
-class NotPossible(Exception):
-    """A check raises this when the server does not allow it. The message says what the
-    check needs.
-    """
-
-
-class Failed(Exception):
-    """A check raises this when the server does not pass it. The message says what was seen."""
-
+from mooncake.bench.conformance.verdict import Failed
 
 _IDS = range(32, 256)
 """Every vocabulary has these ids, and none of them ends an answer."""
