@@ -10,8 +10,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 from tests.arch.sizes import ROOT
 
@@ -38,6 +42,44 @@ def names_of(module: str) -> frozenset[str] | None:
             case ast.alias():
                 found.add(node.asname or node.name.partition(".")[0])
     return frozenset(found)
+
+
+def imported_at_once(body: Sequence[ast.stmt], known: set[str]) -> Iterator[str]:
+    """Yield which of the known modules are imported as soon as a module with this text is."""
+    for node in body:
+        match node:
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                whole = [f"{module}.{alias.name}" for alias in names]
+                yield from (each if each in known else module for each in whole)
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.If(test=ast.Name(id="TYPE_CHECKING"), orelse=orelse):
+                yield from imported_at_once(orelse, known)
+            case ast.If(body=inner, orelse=orelse) | ast.Try(body=inner, orelse=orelse):
+                yield from imported_at_once([*inner, *orelse], known)
+
+
+def check_no_circle(texts: dict[str, str]) -> None:
+    """Raises CycleError for modules of which each imports the next, and the last the first."""
+    imports = {
+        name: set(imported_at_once(ast.parse(text).body, set(texts))) & texts.keys() - {name}
+        for name, text in texts.items()
+    }
+    TopologicalSorter(imports).prepare()
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Such modules cannot be imported, or only in one order."""
+    later = "def f():\n    import a\nif TYPE_CHECKING:\n    import a\n"
+    check_no_circle({"a": "from b import c", "b": later})
+    with pytest.raises(CycleError):
+        check_no_circle({"a": "from b import c", "b": "import x\nfrom d import e", "d": "import a"})
+    texts = {}
+    for file in Path(ROOT / "mooncake").rglob("*.py"):
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+        texts[name.removesuffix(".__init__")] = file.read_text()
+    assert len(texts) > 500
+    check_no_circle(texts)
 
 
 def private_names_of_ray(tree: ast.AST) -> list[str]:
