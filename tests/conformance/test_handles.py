@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from mooncake.base.any_message import AnyMessage
 
 from mooncake.base import FinishReason
-from mooncake.base.any_message import AnyMessage
 from mooncake.base.messages import KVReady, PinGranted, PushEnded, RequestTask, Reserved
 from mooncake.rpc.inproc import InprocChannel
 from tests.support.engine.fake_runner import expected_output
