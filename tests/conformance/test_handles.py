@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from mooncake.base.any_message import AnyMessage
 
 from mooncake.base import FinishReason
 from mooncake.base.messages import KVReady, PinGranted, PushEnded, RequestTask, Reserved
+from mooncake.base.pool_messages import AnyMessage
 from mooncake.rpc.inproc import InprocChannel
 from tests.support.engine.fake_runner import expected_output
 from tests.support.model.checkpoints import write_config_only
