@@ -15,6 +15,7 @@ from typing import Any
 
 from mooncake.cli.command import Command
 from mooncake.launch.config.train_settings import Train
+from mooncake.launch.host import environment
 from mooncake.sim.results.plots import Line, lines_plot
 
 PAGE_NAME = "curves.html"
@@ -27,6 +28,7 @@ STYLE = (
 
 def run(wanted: Train) -> int:
     """Train until all steps are taken; Ctrl-C and SIGTERM save after the step."""
+    environment.restart_with(environment.variables())
     config = wanted.run()
     from mooncake.train.run import LOG_NAME, Run
 

@@ -14,6 +14,12 @@ from mooncake.tasks.sample import Sample
 from mooncake.train.ahead import Wanted, drawn_ahead
 from mooncake.train.drawing import Drawing, Drawn, Tokens, joined
 
+_LENGTHS, _TOKENS = 32, 512
+"""A CPU's groups are as long as a multiple of the first, and its batches have a multiple of the
+second, because oneDNN compiles a product anew for each shape that it has not seen: a few
+milliseconds, as long as the product itself takes.
+"""
+
 PADDED_TOKENS = 2048
 """The most places in a group, unless it is one sequence, on a CPU: its caches hold the scores."""
 
@@ -26,7 +32,10 @@ class Batch:
     answers: the places in `tokens` that are predicted from the token before, and from the token
     before that. groups: sequences of about equal length attend together; how many they are and how
     long the longest is. padded: [tokens] int64; the place of each token in the rows of all groups,
-    one group after the other, where each row has its group's length.
+    one group after the other, where each row has its group's length. spans: [tokens] int64; that
+    length. sources: for each place in the rows, the token that stands there; a row's last token
+    also stands in the places after it. num_filling: how many tokens at the end, which no answer
+    counts, only fill the batch: whole sequences, `num_fillers` of them.
     """
 
     tokens: torch.Tensor
@@ -35,10 +44,19 @@ class Batch:
     answers: tuple[torch.Tensor, torch.Tensor]
     groups: tuple[tuple[int, int], ...]
     padded: torch.Tensor
+    spans: torch.Tensor
+    sources: torch.Tensor
+    num_filling: int
+    num_fillers: int
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
-        return sum(rows for rows, _ in self.groups)
+        """Return the number of sequences that were drawn."""
+        return sum(rows for rows, _ in self.groups) - self.num_fillers
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that were drawn."""
+        return len(self.tokens) - self.num_filling
 
     @property
     def num_padded(self) -> int:
@@ -54,6 +72,10 @@ class Batch:
             (_sent(self.answers[0], device), _sent(self.answers[1], device)),
             self.groups,
             _sent(self.padded, device),
+            _sent(self.spans, device),
+            _sent(self.sources, device),
+            self.num_filling,
+            self.num_fillers,
         )
 
 
@@ -63,22 +85,35 @@ def _sent(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return value.to(device)
 
 
-def batch_of(drawn: Drawn, padded_tokens: int = PADDED_TOKENS) -> Batch:
+def batch_of(drawn: Drawn, padded_tokens: int = PADDED_TOKENS, rounded: bool = False) -> Batch:
     """Return drawn sequences as a batch.
 
-    padded_tokens: the most places in a group, unless it is one sequence.
+    padded_tokens: the most places in a group, unless it is one sequence. rounded: make batches of
+    few different shapes.
     """
+    number, num_tokens = len(drawn.lengths), len(drawn.tokens)
+    if rounded:
+        drawn = _filled(drawn)
     lengths = drawn.lengths
-    groups, row_starts, start = [], [], 0
+    ends = lengths.cumsum()
+    groups, row_starts, sources, start = [], [], [], 0
     first = 0
     while first < len(lengths):
         longest = int(lengths[first])
+        if rounded:
+            longest = -(-longest // _LENGTHS) * _LENGTHS
         rows = min(max(1, padded_tokens // longest), len(lengths) - first)
+        if rounded:
+            rows = 1 << rows.bit_length() - 1
         row_starts.append(start + longest * np.arange(rows))
         groups.append((rows, longest))
+        own = ends[first : first + rows, None] - lengths[first : first + rows, None]
+        last = ends[first : first + rows, None] - 1
+        sources.append(np.minimum(own + np.arange(longest), last).ravel())
         start, first = start + rows * longest, first + rows
-    positions = np.arange(len(drawn.tokens)) - np.repeat(lengths.cumsum() - lengths, lengths)
+    positions = np.arange(len(drawn.tokens)) - np.repeat(ends - lengths, lengths)
     padded = positions + np.repeat(np.concatenate(row_starts), lengths)
+    spans = np.repeat([longest for rows, longest in groups for _ in range(rows)], lengths)
     near, far = (np.flatnonzero(drawn.counts & (positions >= ahead)) for ahead in (1, 2))
     return Batch(
         torch.from_numpy(drawn.tokens.astype(np.int64)),
@@ -87,12 +122,30 @@ def batch_of(drawn: Drawn, padded_tokens: int = PADDED_TOKENS) -> Batch:
         (torch.from_numpy(near), torch.from_numpy(far)),
         tuple(groups),
         torch.from_numpy(padded),
+        torch.from_numpy(spans),
+        torch.from_numpy(np.concatenate(sources)),
+        len(drawn.tokens) - num_tokens,
+        len(lengths) - number,
     )
 
 
-def packed(sequences: Sequence[Tokens], padded_tokens: int = PADDED_TOKENS) -> Batch:
-    """Return tokens, and which of them count, as a batch."""
-    return batch_of(joined(sequences), padded_tokens)
+def _filled(drawn: Drawn) -> Drawn:
+    """Return the sequences, and after them parts of them that do not count."""
+    lacking = -len(drawn.tokens) % _TOKENS
+    length = min(_LENGTHS, int(drawn.lengths[-1]))
+    short = [length] * (lacking // length) + [lacking % length] * (lacking % length > 0)
+    return Drawn(
+        np.concatenate((drawn.lengths, np.array(short, np.int64))),
+        np.concatenate((drawn.tokens, np.resize(drawn.tokens, lacking))),
+        np.concatenate((drawn.counts, np.zeros(lacking, np.bool_))),
+    )
+
+
+def packed(
+    sequences: Sequence[Tokens], padded_tokens: int = PADDED_TOKENS, rounded: bool = False
+) -> Batch:
+    """Return tokens, and which of them count, as a batch; see `batch_of`."""
+    return batch_of(joined(sequences), padded_tokens, rounded)
 
 
 class Batches:
@@ -100,15 +153,17 @@ class Batches:
 
     def __init__(
         self, checkpoint: Path, seed: int, step_tokens: int, batch_tokens: int, *,
-        padded_tokens: int = PADDED_TOKENS, processes: int = 0,
+        padded_tokens: int = PADDED_TOKENS, rounded: bool = False, processes: int = 0,
     ) -> None:  # fmt: skip
         """step_tokens: about how many tokens all batches of a step have together. batch_tokens: the
-        most tokens in one batch. processes: how many processes draw coming steps; 0: this one draws
-        each step when it is asked for. The batches are the same.
+        most tokens in one batch. padded_tokens, rounded: see `batch_of`. processes: how many
+        processes draw coming steps; 0: this one draws each step when it is asked for. The batches
+        are the same.
         """
         self._drawing = Drawing(checkpoint, seed, step_tokens, batch_tokens)
         self._arguments = (checkpoint, seed, step_tokens, batch_tokens)
         self._padded_tokens = padded_tokens
+        self._rounded = rounded
         self._processes = processes
         self.digests = self._drawing.digests
 
@@ -131,4 +186,4 @@ class Batches:
         return self._batches(self._drawing.of_answers(samples))
 
     def _batches(self, drawn: list[Drawn]) -> list[Batch]:
-        return [batch_of(one, self._padded_tokens) for one in drawn]
+        return [batch_of(one, self._padded_tokens, self._rounded) for one in drawn]

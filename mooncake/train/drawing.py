@@ -104,14 +104,23 @@ class Drawing:
         return found
 
     def _split(self, drawn: list[Tokens]) -> list[Drawn]:
+        """Return the sequences in as few batches as hold them, of about equal size. Sequences of
+        one length lie together, so that few places of the rows that attend are empty.
+        """
+        total = sum(len(tokens) for tokens, _ in drawn)
+        wanted = total / -(-total // self._batch_tokens)
         parts: list[list[Tokens]] = [[]]
-        filled = 0
-        for sequence in drawn:
-            if parts[-1] and filled + len(sequence[0]) > self._batch_tokens:
+        filled = before = 0
+        for sequence in sorted(drawn, key=lambda sequence: len(sequence[0]), reverse=True):
+            size = len(sequence[0])
+            if parts[-1] and (
+                filled + size > self._batch_tokens or before + size > wanted * len(parts)
+            ):
                 parts.append([])
                 filled = 0
             parts[-1].append(sequence)
-            filled += len(sequence[0])
+            filled += size
+            before += size
         return [joined(part) for part in parts]
 
 

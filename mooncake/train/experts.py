@@ -7,13 +7,20 @@ optimizer treats them in one batch. A checkpoint has one tensor for each expert.
 
 from __future__ import annotations
 
+from threading import Lock
+
 import torch
 from mooncake_kernels.reference.router import Routing, choose
 from torch import nn
 from torch.nn import functional
 
 from mooncake.base import ModelSpec
-from mooncake.train.parts import GatedMlp
+from mooncake.train.parts import GatedMlp, gathered, spread
+
+_ROWS = 128
+"""An expert's rows are filled up to a multiple of this, because oneDNN compiles a product anew for
+each number of rows that it has not seen.
+"""
 
 
 class Stack(nn.Module):
@@ -61,26 +68,36 @@ class Experts(nn.Module):
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the sum, computed expert by expert for the tokens that chose it."""
-        num = self.gate_proj.weight.shape[0]
-        order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=num).tolist()
-        rows = order // chosen.shape[1]
-        pieces = torch.split(x.index_select(0, rows), counts)
-        gates, ups, downs = (stack.unbind() for stack in self._weights(x.dtype))
-        made = [
-            functional.linear(
-                functional.silu(functional.linear(piece, gate)) * functional.linear(piece, up), down
-            )
-            for piece, gate, up, down in zip(pieces, gates, ups, downs, strict=True)
-        ]
-        weighted = torch.cat(made).float() * weights.flatten()[order][:, None]
-        return torch.zeros_like(x, dtype=torch.float32).index_add(0, rows, weighted)
+        num, k = self.gate_proj.weight.shape[0], chosen.shape[1]
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        counts = torch.bincount(flat, minlength=num)
+        rounded = (counts + _ROWS - 1) // _ROWS * _ROWS
+        # The places of an expert's rows, one after the other, begin at a multiple of _ROWS.
+        shift = (rounded.cumsum(0) - rounded) - (counts.cumsum(0) - counts)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order)) + shift[flat[order]]
+        sources = torch.arange(int(rounded.sum())) % len(x)
+        sources[places] = torch.arange(len(places)) // k
+        gates, ups, downs = self._weights(x.dtype)
+        sizes = rounded.tolist()
+        wide = _products(spread(x, sources, places), torch.cat((gates, ups), dim=1), sizes)
+        gate, up = wide.chunk(2, dim=-1)
+        made = _products(functional.silu(gate) * up, downs, sizes)
+        placed = gathered(made, places).view(len(x), k, -1)
+        return (placed * weights[:, :, None]).sum(dim=1)
 
     def _weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         gates, ups, downs = (
             stack.weight.to(dtype) for stack in (self.gate_proj, self.up_proj, self.down_proj)
         )
         return gates, ups, downs
+
+
+def _products(x: torch.Tensor, matrices: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Return the product of each expert's rows of x with its matrix. sizes: rows of each."""
+    parts = zip(torch.split(x, sizes), matrices.unbind(), strict=True)
+    return torch.cat([functional.linear(part, matrix) for part, matrix in parts])
 
 
 class Router(nn.Module):
@@ -98,6 +115,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.n_routed_experts, spec.hidden_size))
         self.register_buffer("e_score_correction_bias", torch.zeros(spec.n_routed_experts))
         self.e_score_correction_bias: torch.Tensor
+        self._counting = Lock()
         self.register_buffer("load", torch.zeros(spec.n_routed_experts), persistent=False)
         self.load: torch.Tensor
         """How many tokens chose each expert since the bias last changed."""
@@ -107,7 +125,9 @@ class Router(nn.Module):
         logits = functional.linear(x.float(), self.weight)
         chosen, weights = choose(logits, self.e_score_correction_bias, self._routing)
         if self.training:
-            self.load += torch.zeros_like(logits).scatter_(1, chosen, 1.0).sum(0)
+            counted = torch.zeros_like(logits).scatter_(1, chosen, 1.0).sum(0)
+            with self._counting:
+                self.load += counted
         return chosen, weights
 
     @torch.no_grad()

@@ -14,12 +14,14 @@ from torch.nn import functional
 
 from mooncake.base import ConfigError, ModelSpec
 from mooncake.model.layers.rows import rope_frequencies, rope_scale
-from mooncake.train.attention import Attention
+from mooncake.train.attention import Attention, Rows
 from mooncake.train.batches import Batch
 from mooncake.train.experts import Moe
 from mooncake.train.parts import GatedMlp, Linear, Norm
 
 INIT_STD = 0.02
+_ANSWERS = 256
+"""A CPU predicts a multiple of so many tokens: oneDNN compiles a product anew for each number."""
 
 
 class Layer(nn.Module):
@@ -35,10 +37,15 @@ class Layer(nn.Module):
             GatedMlp(spec.hidden_size, spec.intermediate_size) if dense else Moe(spec)
         )
 
-    def forward(self, x: torch.Tensor, rotation: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the layer's output for x [tokens, hidden] float32; see `Attention.forward`."""
-        x = x + self.self_attn(self.input_layernorm(x).to(self._dtype), rotation, batch)
-        made: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x).to(self._dtype))
+    def forward(
+        self, x: torch.Tensor, rows: Rows, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the layer's output for x [tokens, hidden] float32: that of the tokens `wanted`,
+        [number] int64, or of all.
+        """
+        attended = self.self_attn(self.input_layernorm(x, self._dtype), rows, wanted)
+        x = (x if wanted is None else x.index_select(0, wanted)) + attended
+        made: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x, self._dtype))
         return made
 
 
@@ -110,12 +117,15 @@ class TrainedK2(nn.Module):
                 std *= depth
             weight.copy_(torch.randn(weight.shape, generator=generator) * std)
 
-    def hidden(self, batch: Batch) -> torch.Tensor:
-        """Return normed states [tokens, hidden] float32."""
-        rotation = self._rotation(batch)
+    def hidden(self, batch: Batch, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Return normed states [tokens, hidden] float32 of the tokens `wanted`, [number] int64, or
+        of all.
+        """
+        rows = self.rows(batch)
         x = self.embed_tokens(batch.tokens)
-        for layer in self.layers:
-            x = layer(x, rotation, batch)
+        for layer in self.layers[:-1]:
+            x = layer(x, rows)
+        x = self.layers[-1](x, rows, wanted)
         normed: torch.Tensor = self.norm(x)
         return normed
 
@@ -124,8 +134,11 @@ class TrainedK2(nn.Module):
         made: torch.Tensor = self.lm_head(hidden.to(self._dtype)).float()
         return made
 
-    def mtp_hidden(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Return the MTP layer's normed states. The state of token i predicts token i + 2.
+    def mtp_hidden(
+        self, hidden: torch.Tensor, batch: Batch, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the MTP layer's normed states of the tokens `wanted`, or of all. The state of
+        token i predicts token i + 2.
 
         hidden: `hidden(batch)`. A sequence's last state is made with another sequence's first
         token, and is not used.
@@ -133,25 +146,38 @@ class TrainedK2(nn.Module):
         assert self.mtp is not None
         joined = self.mtp.join(hidden, self.embed_tokens(batch.tokens.roll(-1)))
         made: torch.Tensor = self.mtp.shared_head["norm"](
-            self.mtp(joined, self._rotation(batch), batch)
+            self.mtp(joined, self.rows(batch), wanted)
         )
         return made
 
     def losses(self, batch: Batch, with_mtp: bool) -> Losses:
         """Return the cross entropy of the tokens that count."""
+        near, far = (_rounded(answers) for answers in batch.answers)
+        numbers = tuple(map(len, batch.answers))
+        if not with_mtp or self.mtp is None:
+            main = self._loss(self.hidden(batch, near - 1), batch.tokens[near], numbers[0])
+            return Losses(main, torch.zeros_like(main))
         hidden = self.hidden(batch)
-        main = self._loss(hidden, batch, 1)
-        mtp = torch.zeros_like(main)
-        if with_mtp and self.mtp is not None:
-            mtp = self._loss(self.mtp_hidden(hidden, batch), batch, 2)
-        return Losses(main, mtp)
+        ahead = self.mtp_hidden(hidden, batch, far - 2)
+        return Losses(
+            self._loss(hidden.index_select(0, near - 1), batch.tokens[near], numbers[0]),
+            self._loss(ahead, batch.tokens[far], numbers[1]),
+        )
 
-    def _loss(self, hidden: torch.Tensor, batch: Batch, ahead: int) -> torch.Tensor:
-        """Return the loss of states that predict the tokens `ahead` of them."""
-        targets = batch.answers[ahead - 1]
-        logits = self.logits(hidden.index_select(0, targets - ahead))
-        return functional.cross_entropy(logits, batch.tokens[targets], reduction="sum")
+    def _loss(self, hidden: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:
+        """Return the loss of the first `number` states, which predict the tokens `targets`."""
+        logits = self.logits(hidden)[:number]
+        return functional.cross_entropy(logits, targets[:number], reduction="sum")
 
-    def _rotation(self, batch: Batch) -> torch.Tensor:
+    def rows(self, batch: Batch) -> Rows:
+        """Return where the batch's tokens stand in the rows that attend together."""
         angles = batch.positions.float()[:, None, None] * self._frequencies
-        return torch.polar(torch.full_like(angles, self._rope_scale), angles)
+        rotation = torch.polar(torch.full_like(angles, self._rope_scale), angles)
+        return Rows.of(batch, self.spec.num_attention_heads, rotation)
+
+
+def _rounded(places: torch.Tensor) -> torch.Tensor:
+    """Return places [number], on a CPU some of them again up to a multiple of `_ANSWERS`."""
+    if places.device.type != "cpu" or not len(places):
+        return places
+    return places[torch.arange(-(-len(places) // _ANSWERS) * _ANSWERS) % len(places)]

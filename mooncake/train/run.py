@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,13 +38,16 @@ from mooncake.train.checkpoint import (
 )
 from mooncake.train.config import TrainConfig
 from mooncake.train.experts import Router
-from mooncake.train.model import TrainedK2
+from mooncake.train.model import Losses, TrainedK2
 from mooncake.train.muon_clip import MuonClip, NormClip, Rates, clip_qk
 
 LOG_NAME = "log.jsonl"
 _PADDED_TOKENS_OF_GPU = 8192
 """A GPU wants few large groups."""
 Log = Callable[[Mapping[str, Any]], None]
+Computed = tuple[Losses, Sequence[torch.Tensor | None]]
+"""What a batch gives: its losses, and the gradients of all weights."""
+Mapped = Callable[[Callable[[Batch], Computed], list[Batch]], Iterator[Computed]]
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Run:
             CheckpointError: the state there, or the weights to start from, belong to another
                 model, or the tasks have changed.
         """
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(1)
         self._config = config
         self._out = Path(config.out)
         self._device = torch.device(config.device)
@@ -101,10 +105,18 @@ class Run:
             muon=config.optimizer != "adamw",
         )
         self._norms = NormClip() if config.clip_norms else None
+        self._map: Mapped = map
+        if config.threads > 1 and self._device.type == "cpu":
+            self._map = ThreadPoolExecutor(
+                config.threads, initializer=torch.set_num_threads, initargs=(1,)
+            ).map
+        """Threads compute a step's batches. Results come in the order of the batches, so that their
+        sums are the same for any number of threads.
+        """
         self._batches = Batches(
             self._out, config.seed, config.step_tokens, config.batch_tokens,
             padded_tokens=PADDED_TOKENS if self._device.type == "cpu" else _PADDED_TOKENS_OF_GPU,
-            processes=config.data_processes,
+            rounded=self._device.type == "cpu", processes=config.data_processes,
         )  # fmt: skip
         self._watched: dict[str, list[Batch]] = {}
         self._attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
@@ -171,16 +183,21 @@ class Run:
         config = self._config
         stage, since = config.stage_of(self.step)
         with_mtp = bool(config.mtp_steps) and self.step % config.mtp_steps == 0
-        for weight in self.model.parameters():
-            weight.grad = None
         self.model.train()
         counted = sum(int(batch.counts.sum()) for batch in drawn)
         main = mtp = torch.zeros((), device=self._device)
-        for batch in drawn:
+        weights = list(self.model.parameters())
+        for weight in weights:
+            weight.grad = None
+
+        def computed(batch: Batch) -> Computed:
             losses = self.model.losses(batch.to(self._device), with_mtp)
             whole = (losses.main + config.mtp_weight * losses.mtp) / counted
-            torch.autograd.backward(whole)
+            return losses, torch.autograd.grad(whole, weights, allow_unused=True)
+
+        for losses, gradients in self._map(computed, drawn):
             main, mtp = main + losses.main.detach(), mtp + losses.mtp.detach()
+            add_gradients(weights, gradients)
         norm = self._norms.clip(self.model.parameters()) if self._norms is not None else None
         rate = stage.rate_at(since)
         self._optimizer.step(rate)
@@ -189,7 +206,7 @@ class Run:
         gammas = torch.stack([clip_qk(attention, limit) for attention in self._attentions])
         loads = [router.balance(config.balance_rate) for router in self._routers]
         self.step += 1
-        self._tokens += sum(len(batch.tokens) for batch in drawn)
+        self._tokens += sum(batch.num_tokens for batch in drawn)
         return Measured(
             main / counted, mtp / counted if with_mtp else None, largest, gammas, loads, norm, rate
         )
@@ -216,7 +233,7 @@ class Run:
         """Return of how many sequences every token that counts is the likeliest."""
         batch = drawn.to(self._device)
         targets, _ = batch.answers
-        likeliest = self.model.logits(self.model.hidden(batch)[targets - 1]).argmax(-1)
+        likeliest = self.model.logits(self.model.hidden(batch, targets - 1)).argmax(-1)
         wrong = torch.zeros(batch.num_padded, dtype=torch.bool, device=self._device)
         wrong[batch.padded[targets]] = likeliest != batch.tokens[targets]
         sizes = [rows * longest for rows, longest in batch.groups]
@@ -240,3 +257,14 @@ class Run:
         if path.exists():
             lines = path.read_text().splitlines(keepends=True)
             path.write_text("".join(x for x in lines if json.loads(x)["step"] <= self.step))
+
+
+def add_gradients(
+    weights: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor | None]
+) -> None:
+    """Add gradients to those that the weights have."""
+    for weight, gradient in zip(weights, gradients, strict=True):
+        if weight.grad is None:
+            weight.grad = gradient
+        elif gradient is not None:
+            weight.grad += gradient

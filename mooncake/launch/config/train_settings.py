@@ -85,7 +85,9 @@ class Train:
         "data type of products; weights and sums are float32")
     device: str = owned(TrainConfig, "device", text, MODEL, "NAME",
         "device that computes: cpu or cuda")
-    threads: int = owned(TrainConfig, "threads", count(1), MODEL, "N", "number of CPU threads")
+    threads: int = owned(TrainConfig, "threads", count(1), MODEL, "N",
+        "number of CPU threads; each computes one batch of a step at a time, and their number "
+        "changes no result")
     tasks: tuple[tuple[str, float], ...] = setting((), weights, DATA, "TASK=WEIGHT",
         f"how often each task is drawn, of {', '.join(TASKS)}", repeat=True, required=True)
     step_tokens: int = owned(TrainConfig, "step_tokens", count(1), DATA, "N", "tokens of a step")

@@ -82,7 +82,7 @@ def guesses(trained: TrainedK2, tokens: list[int], num: int) -> list[int]:
     for _ in range(num):
         batch = batch_of([*tokens, *made])
         joined = trained.mtp.join(states, trained.embed_tokens(batch.tokens))
-        found = trained.mtp(joined, trained._rotation(batch), batch)
+        found = trained.mtp(joined, trained.rows(batch))
         state = trained.mtp.shared_head["norm"](found[-1:])
         made.append(int(trained.logits(state).argmax()))
         states = torch.cat((states, state))

@@ -43,6 +43,11 @@ def rows(batch: Batch) -> list[torch.Tensor]:
     return [row[row >= 0] for row in found]
 
 
+def placed(batch: Batch) -> tuple[torch.Tensor, ...]:
+    """Return for each group which token stands in each place of its rows."""
+    return batch.sources.split([number * longest for number, longest in batch.groups])
+
+
 def of_step(made: Batches, step: int) -> list[Batch]:
     return made.of_step(step, WEIGHTS, max_tokens=600)
 
@@ -102,6 +107,20 @@ def test_a_step_is_always_the_same_and_steps_differ(checkpoint: Path) -> None:
         assert other[0].tokens.tolist() != first[0].tokens.tolist()
 
 
+def test_sequences_of_about_one_length_lie_together(checkpoint: Path) -> None:
+    made = of_step(batches(checkpoint, step_tokens=5000), 0)
+    lengths = [len(row) for batch in made for row in rows(batch)]
+    assert len(made) > 3
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_batches_of_a_step_have_about_one_size(checkpoint: Path) -> None:
+    for step in range(5):
+        made = batches(checkpoint, step_tokens=3100).of_step(step, WEIGHTS, max_tokens=200)
+        assert len(made) in (4, 5)
+        assert min(len(batch.tokens) for batch in made[:4]) > 500
+
+
 def test_batches_are_bounded(checkpoint: Path) -> None:
     made = of_step(batches(checkpoint, step_tokens=5000), 0)
     assert sum(len(batch.tokens) for batch in made) >= 5000
@@ -122,9 +141,29 @@ def test_packing_keeps_every_token_once() -> None:
         assert batch.tokens[row].tolist() == tokens
         assert batch.counts[row].tolist() == counts
         assert batch.positions[row].tolist() == list(range(len(tokens)))
+    stand = [one for part, group in zip(placed(batch), batch.groups, strict=True)
+             for one in part.view(group).tolist()]  # fmt: skip
+    for row, places in zip(rows(batch), stand, strict=True):
+        assert places == [*row.tolist(), *[int(row[-1])] * (len(places) - len(row))]
     near, far = batch.answers
     assert near.tolist() == (batch.counts & (batch.positions > 0)).nonzero()[:, 0].tolist()
     assert far.tolist() == (batch.counts & (batch.positions > 1)).nonzero()[:, 0].tolist()
+
+
+def test_rounded_batches_have_few_shapes_and_what_fills_them_does_not_count() -> None:
+    sequences = [(list(range(100, 100 + n)), [True] * n) for n in (300, 300, 290, 260, 40, 9)]
+    plain, batch = (packed(sequences, 1000, rounded) for rounded in (False, True))
+    assert len(batch) == len(plain) == 6
+    assert batch.num_tokens == plain.num_tokens == len(plain.tokens) == 1199
+    assert len(batch.tokens) == 1536
+    assert batch.tokens[:1199].tolist() == plain.tokens.tolist()
+    assert not batch.counts[1199:].any()
+    for own, other in zip(batch.answers, plain.answers, strict=True):
+        assert own.tolist() == other.tolist()
+    assert batch.groups == ((2, 320), (2, 320), (8, 64), (16, 32), (16, 32))
+    assert all(longest % 32 == 0 and rows & (rows - 1) == 0 for rows, longest in batch.groups)
+    assert [len(row) for row in rows(batch)][:7] == [300, 300, 290, 260, 40, 9, 9]
+    assert sum(map(len, rows(batch))) == 1536
 
 
 def test_training_never_draws_what_is_held_out() -> None:

@@ -16,19 +16,26 @@ def test_experts_are_a_plain_loop() -> None:
     experts = Experts(4, 10, 6)
     for weight in experts.parameters():
         torch.nn.init.normal_(weight)
-    x = torch.randn(9, 10)
+    x = torch.randn(9, 10, requires_grad=True)
     chosen = torch.tensor([[0, 2], [2, 0], [3, 2]] * 3)  # nobody chooses expert 1
-    weights = torch.rand(9, 2)
-    wanted = torch.zeros(9, 10)
+    weights = torch.rand(9, 2, requires_grad=True)
+    rows = [torch.zeros(10) for _ in range(9)]
     for row in range(9):
         for expert, weight in zip(chosen[row], weights[row], strict=True):
             gate, up, down = (
                 stack.weight[expert]
                 for stack in (experts.gate_proj, experts.up_proj, experts.down_proj)
             )
-            wanted[row] += weight * (down @ (functional.silu(gate @ x[row]) * (up @ x[row])))
+            inner = functional.silu(gate @ x[row]) * (up @ x[row])
+            rows[row] = rows[row] + weight * (down @ inner)
+    wanted = torch.stack(rows)
+    towards, learned = torch.randn(9, 10), [x, weights, *experts.parameters()]
+    gradients = torch.autograd.grad(wanted, learned, towards)
     for form in (experts.chosen_only, experts.all_at_once):
-        torch.testing.assert_close(form(x, chosen, weights), wanted, rtol=1e-4, atol=1e-4)
+        made = form(x, chosen, weights)
+        torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-4)
+        own = torch.autograd.grad(made, learned, towards)
+        torch.testing.assert_close(own, gradients, rtol=1e-3, atol=1e-4)
 
 
 def router() -> Router:

@@ -18,9 +18,9 @@ from mooncake.train.config import TrainConfig
 from tests.support.train.held_out import SHORTEST, Sought, evaluated, spelled, texts
 
 
-@pytest.fixture(params=["k2-demo-base", "k2-demo"])
+@pytest.fixture(params=["k2-demo-base", "k2-demo", "k2-demo-cpu"])
 def config(request: pytest.FixtureRequest) -> TrainConfig:
-    """The runs that made k2-demo, in their order."""
+    """The runs that made k2-demo, in their order, and the one for CPUs."""
     file = str(configs() / "train" / f"{request.param}.yaml")
     return read_settings(Train, {}, file, {}).run()
 

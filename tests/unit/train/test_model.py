@@ -98,6 +98,24 @@ def test_losses_are_of_the_tokens_that_count() -> None:
     torch.testing.assert_close(losses.mtp, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("with_mtp", [False, True])
+def test_what_fills_a_batch_changes_no_loss_and_no_gradient(with_mtp: bool) -> None:
+    model = trained(source_of(truth("plain")), num_mtp_layers=1)
+    sequences = [
+        (random_tokens(count, seed=count), [place % 3 == 0 for place in range(count)])
+        for count in (150, 40, 33, 9, 2)
+    ]
+    found = []
+    for rounded in (False, True):
+        losses = model.losses(packed(sequences, 200, rounded), with_mtp)
+        own = torch.autograd.grad(
+            losses.main + losses.mtp, list(model.parameters()), allow_unused=True
+        )
+        found.append((losses.main, losses.mtp, *(one for one in own if one is not None)))
+    assert len(found[0]) > 20
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
+
+
 def test_every_weight_is_trained() -> None:
     spec = ModelSpec.from_config(truth("plain").config.to_dict())
     model = TrainedK2(spec, 1)

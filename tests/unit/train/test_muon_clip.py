@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mooncake.base import ModelSpec
-from mooncake.train.attention import Attention, attend
+from mooncake.train.attention import Attention, Rows, attend
 from mooncake.train.batches import packed
 from mooncake.train.muon_clip import MuonClip, NormClip, Rates, clip_qk, is_muons, orthogonalize
 from tests.support.model.tiny_models import truth
@@ -146,13 +146,13 @@ def test_the_bound_holds_after_clipping() -> None:
     x, positions = torch.randn(12, 64), torch.arange(12)
     angles = positions[:, None, None].float() / 7 ** torch.arange(made.rope // 2)
     rotation = torch.polar(torch.ones_like(angles), angles)
-    batch = packed([([0] * 12, [True] * 12)])
-    made(x, rotation, batch)
+    rows = Rows.of(packed([([0] * 12, [True] * 12)]), made.heads, rotation)
+    made(x, rows)
     seen = made.max_logits.clone()
     limit = float(seen.median())
     assert float(seen.max()) > limit
     clip_qk(made, limit)
-    made(x, rotation, batch)
+    made(x, rows)
     wanted = seen.clamp(max=limit)
     torch.testing.assert_close(made.max_logits, wanted, rtol=1e-4, atol=1e-4)
 
@@ -166,16 +166,25 @@ def test_values_are_not_clipped() -> None:
     assert torch.equal(after.detach(), values)
 
 
-def test_short_and_long_sequences_see_the_same_logits() -> None:
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("tokens", [1, 128, 129, 300])
+def test_attention_in_blocks_and_fused_is_the_plain_one(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, kept: bool
+) -> None:
+    """Its gradients and its largest logits too."""
+    if not kept:
+        monkeypatch.setattr("mooncake.train.attention._LONG", 0)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 3, 700, 16) for _ in range(3))
-    long, largest = attend(q, k, v, 0.25)
-    scores = (q @ k.mT * 0.25).masked_fill(torch.ones(700, 700).triu(1).bool(), float("-inf"))
+    given = [torch.randn(2, 3, tokens, 16, requires_grad=True) for _ in range(3)]
+    q, k, v = given
+    later = torch.ones(tokens, tokens).triu(1).bool()
+    scores = (q @ k.mT * 0.25).masked_fill(later, float("-inf"))
+    wanted, towards = scores.softmax(-1) @ v, torch.randn_like(v)
+    made, largest = attend(q, k, v, 0.25)
     torch.testing.assert_close(largest, scores.amax(dim=(0, 2, 3)))
-    torch.testing.assert_close(long, scores.softmax(-1) @ v, rtol=1e-4, atol=1e-5)
-    short, largest = attend(q[:, :, :300], k[:, :, :300], v[:, :, :300], 0.25)
-    torch.testing.assert_close(short, long[:, :, :300], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(largest, scores[:, :, :300, :300].amax(dim=(0, 2, 3)))
+    torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-5)
+    ours, theirs = (torch.autograd.grad(one, given, towards) for one in (made, wanted))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
 # ---------------------------------------------------------------- norms

@@ -102,6 +102,17 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, optimizer: str) -
     assert untimed[0] == untimed[1]
 
 
+def test_any_number_of_threads_takes_the_same_steps_bit_for_bit(tmp_path: Path) -> None:
+    for name, threads in (("whole", 1), ("halves", 3)):
+        wanted = config(tmp_path / name, threads=threads, batch_tokens=60, steps=3, mtp_steps=1)
+        train(wanted)
+    assert len(Batches(tmp_path, 0, 400, 60).of_step(0, wanted.tasks, 4608)) >= 3
+    for name in (STATE_NAME, WEIGHTS_NAME):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "halves" / name).read_bytes()
+    logged = [{**line, "tokens_per_s": 0} for line in lines(tmp_path / "whole")]
+    assert logged == [{**line, "tokens_per_s": 0} for line in lines(tmp_path / "halves")]
+
+
 def test_stages_follow_one_another_and_a_run_stopped_in_one_goes_on_bit_for_bit(
     tmp_path: Path,
 ) -> None:
@@ -151,6 +162,15 @@ def test_it_saves_when_it_is_stopped(tmp_path: Path) -> None:
     run = Run(config(tmp_path))
     run.go(lambda line: None, stopping=lambda: run.step == 2)
     assert Run(config(tmp_path)).step == 2
+
+
+def test_what_fills_a_batch_is_no_right_answer(tmp_path: Path) -> None:
+    run = Run(config(tmp_path))
+    run.model.eval()
+    [drawn] = Batches(tmp_path, 0, 400, 8192).of_step(0, {"copy": 1.0}, 4608)
+    [rounded] = Batches(tmp_path, 0, 400, 8192, rounded=True).of_step(0, {"copy": 1.0}, 4608)
+    assert rounded.num_fillers > 0
+    assert run.num_right(rounded) == run.num_right(drawn)
 
 
 def test_it_learns_and_says_so(tmp_path: Path) -> None:
