@@ -7,7 +7,6 @@ drives it.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # `signal` asks an enum each time, for 20 us
 import dataclasses
 import logging
 import math
@@ -265,19 +264,19 @@ class _Uninterrupted:
 
     def __init__(self) -> None:
         is_main = threading.get_ident() == threading.main_thread().ident
-        handler = _signal.getsignal(signal.SIGINT) if is_main else None
+        handler = signal.getsignal(signal.SIGINT) if is_main else None
         self._handler: Callable[..., object] | None = handler if callable(handler) else None
         self._came: list[Any] = []
 
     def __enter__(self) -> None:
         if self._handler is not None:
-            _signal.signal(signal.SIGINT, self._keep)
+            signal.signal(signal.SIGINT, self._keep)
 
     def _keep(self, *about: Any) -> None:
         self._came.append(about)
 
     def __exit__(self, *_: object) -> None:
         if self._handler is not None:
-            _signal.signal(signal.SIGINT, self._handler)
+            signal.signal(signal.SIGINT, self._handler)
             if self._came:
                 self._handler(*self._came[0])
