@@ -65,9 +65,9 @@ def ask(
 
 
 def load(server: ServerProcess, worker_id: str) -> dict[str, Any]:
-    """Return what a worker last reported."""
+    """Return what a worker last reported; the first reports have no counters."""
     [worker] = [w for w in server.get("/v1/cluster/status")["workers"] if w["id"] == worker_id]
-    return {"num_running": 0, **worker["load"]}
+    return {"num_running": 0, "counters": {}, **worker["load"]}
 
 
 def decodes_all(load: dict[str, Any]) -> bool:

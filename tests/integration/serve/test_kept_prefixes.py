@@ -25,9 +25,9 @@ MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 
 
 def pool(server: Server) -> dict[str, Any]:
-    """Return the last load report of the pool node."""
+    """Return the last load report of the pool node; the first ones have no counters."""
     [node] = [each for each in server.status()["workers"] if each["role"] == "kvstore"]
-    return dict(node["load"] or {"counters": {}})
+    return {"counters": {}, **(node["load"] or {})}
 
 
 def wait_for(what: str, holds: Callable[[], bool]) -> None:

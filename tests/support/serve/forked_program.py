@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,8 +189,17 @@ def _be_a_fork_server(
     os.environ.update(environ)
     sys.argv = ["-c", *words[4:]]
     fork_server._show_words(words[1:])
-    fork_server.main()
-    raise SystemExit(0)
+    code = 0
+    try:
+        fork_server.main()
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # what called this belongs to the process that was forked
 
 
 def main() -> NoReturn:
