@@ -123,6 +123,7 @@ THREADS = {
     "rpc/seed_addresses.py:Thread": OWN,
     "rpc/zmq_channel.py:Timer": NOTHING,
     "transfer/memory.py:ThreadPoolExecutor": TOLD,
+    "train/run.py:ThreadPoolExecutor": TOLD,
     "transfer/local.py:VitalThread": VITAL,
     "telemetry/audit.py:Thread": NOTHING,
     "telemetry/otlp.py:Thread": NOTHING,
