@@ -102,6 +102,7 @@ class Server:
         for process in [*self.descendants(), self.process]:
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 process.kill()
+        self.process.wait(STOP_S)
 
 
 @contextlib.contextmanager
