@@ -38,8 +38,8 @@ class Mailbox(Generic[T]):
         self._rung = False
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.bell: Callable[[], bool] | None = None
-        """Called when there is something to receive. If it returns True, somebody will receive that
-        soon, so the descriptor does not become readable.
+        """Called when there is something to receive. It returns whether a thread that is awake will
+        receive that; if so, the descriptor does not become readable.
         """
 
     def put(self, item: T) -> bool:

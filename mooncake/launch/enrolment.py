@@ -191,8 +191,8 @@ class Enrolment:
 
 
 def enrol(wanted: Enrolment) -> Credential:
-    """Ask the signer, write the files and return the credential. While nobody answers it asks
-    again, for `wait` seconds.
+    """Ask the signer, write the files and return the credential. This asks again for `wait`
+    seconds while no signer answers.
 
     Raises:
         Unavailable: no signer answers.

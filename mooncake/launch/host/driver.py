@@ -69,9 +69,9 @@ class Driver:
         shares: bool = False,
     ) -> None:
         """Drive `machine`, whose name in the cluster is `own` (workers have one). `polled`: its
-        other ports. `shares`: all of its ports may be used by any thread. So a thread that calls,
-        or has an event of `transfer`, drives the machine itself if no other thread does: nobody has
-        to wake for it.
+        other ports. `shares`: any thread may use all of its ports. Then a thread that calls, or
+        that has an event of `transfer`, drives the machine itself, unless another thread does so.
+        This saves waking the loop's thread.
         """
         self._machine = machine
         self._own = own

@@ -91,7 +91,7 @@ class Gpu:
         self._driver = driver or Driver()
         self._handle, self._context = c_int(), c_void_p()
         self._driver.call("cuDeviceGet", ctypes.byref(self._handle), ordinal)
-        # Never released: whoever retains a primary context keeps it alive, and torch needs it.
+        # Never released: the context lives while somebody retains it, and torch needs it.
         self._driver.call(
             "cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._handle.value
         )

@@ -6,8 +6,8 @@ has found the node and the process that it looks after then. `end` as a further 
 from __future__ import annotations
 
 import json
+import signal
 import sys
-import time
 from pathlib import Path
 
 from mooncake.base import Role
@@ -37,8 +37,8 @@ def main(address: str, secret_file: str, *words: str) -> None:
     if words:
         supervisor.stop()
         ray_cluster.disconnect()
-    while not words:
-        time.sleep(1.0)
+    else:
+        signal.pause()
 
 
 if __name__ == "__main__":
