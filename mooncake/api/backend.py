@@ -6,6 +6,7 @@ All calls are made from one event loop. Nothing here knows HTTP or text.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -13,10 +14,8 @@ import msgspec
 
 from mooncake.base import FinalEvent, GenerateRequest, MooncakeError, OutputEvent, Sink
 
-SUBMIT_BYTES = 1 << 18
-"""Approximate bytes of prompts that are submitted at a time: a few milliseconds."""
-REQUEST_BYTES = 1 << 15
-"""Bytes that each request counts for besides its prompt: a call may have a thousand short ones."""
+SUBMIT_S = 0.005
+"""A call submits its requests for so long at a time: a place for one is found in milliseconds."""
 ABORTS_AT_ONCE = 32
 
 
@@ -104,13 +103,12 @@ class EventStream:
         ]
 
     async def __aenter__(self) -> EventStream:
-        num_bytes = 0
+        turn_ends_s = time.monotonic() + SUBMIT_S
         try:
             for request in self._requests:
-                num_bytes += len(request.prompt) + REQUEST_BYTES
-                if num_bytes > SUBMIT_BYTES:
-                    await asyncio.sleep(0)  # other tasks' turn: finding a place reads the prompt
-                    num_bytes = 0
+                if time.monotonic() > turn_ends_s:
+                    await asyncio.sleep(0)  # other tasks' turn
+                    turn_ends_s = time.monotonic() + SUBMIT_S
                 self._open[request.request_id] = None
                 self._backend.submit(request, self._take)
         except BaseException:

@@ -97,4 +97,3 @@ def test_a_stage_elsewhere_that_dies_ends_the_engine(model: Path) -> None:
         ended = "rank 1 of this model has ended|another rank of this model failed"
         with pytest.raises(InternalError, match=ended):
             engine.generate([[1, 2]] * 400, [long] * 400)
-    assert not stage.is_running() or stage.status() == psutil.STATUS_ZOMBIE
