@@ -66,6 +66,8 @@ class ProcessWorkers(Workers):
         self._thread: threading.Thread | None = None
         self._secret_files: list[Path] = []
         """The files in which processes of this user on this machine find the secret."""
+        self._found_files: set[Path] = set()
+        """Those that were there before this start. Workers of an earlier one may follow them."""
         self._own_file = Path()
         """The one that the workers follow."""
         self._settings: list[WorkerSettings] = []
@@ -102,13 +104,16 @@ class ProcessWorkers(Workers):
                 self._started.set_exception(error)
             else:
                 supervisor.watch(self._follower)
+                self._found_files.clear()
             supervisor.stop()
             self._end_left()
+            # After a failed start, workers on other machines may still wait for the next one. It
+            # looks for them if their secret is there.
+            for file in {*self._secret_files} - self._found_files:
+                file.unlink(missing_ok=True)
         finally:
             if self._following is not None:
                 self._following.close()
-            for file in self._secret_files:
-                file.unlink(missing_ok=True)
             self._end_processes()
 
     def _end_processes(self) -> None:
@@ -179,7 +184,8 @@ class ProcessWorkers(Workers):
         kept_file = None if self._kept is None else self._kept.secret_file
         self._own_file = kept_file or secret_file(own_address)
         self._secret_files = list({self._own_file, secret_file(own_address)})
-        was_killed = self._kept is not None and self._kept.secret() is not None
+        self._found_files = {file for file in self._secret_files if file.exists()}
+        was_killed = kept_file in self._found_files
         self._keep(self._secret)
         host = machine_facts.host_name()
         every = cluster_workers(config, plan, own_address, self._secret, host)

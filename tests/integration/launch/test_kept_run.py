@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mooncake.base import ConfigError
+from mooncake.base import ConfigError, Unreachable
 from mooncake.launch.cluster import kept_run, process_workers, serve
 from mooncake.launch.cluster.kept_run import KeptRun
 from mooncake.launch.cluster.process_workers import ProcessWorkers
@@ -153,3 +153,28 @@ def test_a_start_that_fails_ends_the_workers_that_it_has_not_adopted(
             workers.start(nothing, lambda *_: None)
         workers.stop()
         assert ended == [place_of(run.name, "decode-0")]
+
+
+@pytest.mark.parametrize("was_killed", [True, False])
+def test_a_start_that_fails_leaves_the_secret_that_it_has_found_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, *, was_killed: bool
+) -> None:
+    """Workers on other machines still wait, and the next start looks for them."""
+    given = config(ray_address="127.0.0.1:1", bind_host="10.0.0.1")  # no Ray is there
+    monkeypatch.setattr(process_workers, "cluster_workers", lambda *_: [])
+    monkeypatch.setattr(ProcessWorkers, "_end_processes", lambda _: None)
+    nothing: Any = SimpleNamespace(worker_lost=None)
+    gateway: Any = SimpleNamespace(
+        worker_lost=None, channel=SimpleNamespace(address="tcp://10.0.0.1:6400#KEY")
+    )
+    with contextlib.closing(KeptRun(given)) as run:
+        assert run.secret_file is not None
+        if was_killed:
+            write_private(run.secret_file, "hush")
+        workers = ProcessWorkers(given, nothing, "hush", nothing, kept=run)
+        with pytest.raises(Unreachable, match="no Ray cluster"):
+            workers.start(gateway, lambda *_: None)
+        workers.stop()
+        assert run.secret() == ("hush" if was_killed else None)
+        left = [run.secret_file] if was_killed else []
+        assert list(private_dir().glob("*.secret")) == left
