@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from benchmarks import (
@@ -111,4 +112,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # SIGTERM ends a benchmark as Ctrl-C does, so that the servers that it has started end.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

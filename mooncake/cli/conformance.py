@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import json
 import secrets
+import signal
 import sys
 from collections.abc import Sequence
 from random import Random
@@ -85,6 +86,8 @@ def run(wanted: Conformance) -> int:
     """Run the checks. Return 1 if one fails."""
     from mooncake.api.http.event_loop import run_in_loop
 
+    # SIGTERM ends it as Ctrl-C does, so that a process that a check has stopped goes on.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         processes = _processes(wanted)
         return run_in_loop(_run(wanted, processes))
