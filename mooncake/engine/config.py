@@ -8,6 +8,8 @@ from mooncake.base.errors import ConfigError
 
 NGRAM, MTP, EAGLE3 = METHODS = ("ngram", "mtp", "eagle3")
 MOST_DRAFTS = 32
+FIRST_STEP_FACTOR = 10
+"""The first steps may take this many times `step_timeout_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +150,13 @@ class EngineConfig:
                 f"({self.max_num_seqs}), so some sequences would never get their next token; "
                 "raise it or lower max_num_seqs"
             )
+
+    @property
+    def first_step_timeout_s(self) -> int:
+        """How long the first steps may make no progress. They compile kernels for each new shape,
+        and touch weights for the first time, which may have to come from a slow disk.
+        """
+        return FIRST_STEP_FACTOR * self.step_timeout_s
 
     def num_pages(self, num_tokens: int) -> int:
         """Return how many pages hold `num_tokens` tokens."""

@@ -57,10 +57,7 @@ _LONG_STEP_TOKENS = 256
 need longer than `step_timeout_s` for all layers.
 """
 _FIRST_STEPS = 8
-_FIRST_STEP_FACTOR = 10
-"""The first steps may take this many times `step_timeout_s`. They compile kernels for each new
-shape, and touch weights for the first time, which may have to come from a slow disk.
-"""
+"""These have `first_step_timeout_s`."""
 _STREAM_COSTS = 16
 """The costs of this many steps with streams alone are learned together, because a fit takes up to
 0.4 ms.
@@ -258,7 +255,7 @@ class Engine:
     @property
     def _limit_s(self) -> int:
         is_first = self._num_steps_ended < _FIRST_STEPS
-        return self.config.step_timeout_s * (_FIRST_STEP_FACTOR if is_first else 1)
+        return self.config.first_step_timeout_s if is_first else self.config.step_timeout_s
 
     def _check_progress(self, now: float) -> None:
         passed_s, self._ticked_s = now - self._ticked_s, now

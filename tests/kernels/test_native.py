@@ -7,7 +7,6 @@ import fcntl
 import math
 import os
 import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -390,13 +389,40 @@ def test_instructions_are_no_more_than_onednn_may_use(monkeypatch: pytest.Monkey
         build.isa()
 
 
-def test_a_failing_compiler_leaves_nothing(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="tiles.h: what is this?")
-    monkeypatch.setattr(build.shutil, "which", lambda name: "/bin/c++")
-    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: failed)
+def compiler(folder: Path, *lines: str) -> str:
+    """Return a compiler that runs `lines`."""
+    program = folder / "c++"
+    program.write_text("\n".join(["#!/bin/sh", *lines]))
+    program.chmod(0o700)
+    return str(program)
+
+
+def test_a_failing_compiler_leaves_nothing(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = compiler(tmp_path, "echo 'tiles.h: what is this?' >&2", "exit 1")
+    monkeypatch.setattr(build.shutil, "which", lambda name: failing)
     with pytest.raises(build.CannotBuild, match="failed: tiles"):
         build.code()
     assert not list(fresh.iterdir())
+
+
+def test_a_slow_compiler_is_told_of_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed after two minutes, so each worker of a slow machine tried it anew."""
+    go_on, told = tmp_path / "go on", list[str]()
+    os.mkfifo(go_on)
+
+    def info(*words: object) -> None:
+        told.append(str(words[0]) % words[1:])
+        if len(told) == 2:
+            go_on.write_text("")
+
+    monkeypatch.setattr(build, "_TELL_S", 0.01)
+    monkeypatch.setattr(build._log, "info", info)
+    build._run(compiler(tmp_path, f"read line < '{go_on}'", "exit 0"), "experts.cpp.o")
+    assert "for experts.cpp.o so far; a start waits for it" in told[-1]
 
 
 @needs_compiled_code

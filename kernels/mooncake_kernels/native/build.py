@@ -38,7 +38,12 @@ _SOURCES = (
     "mla_prefill.cpp",
     "sampling.cpp",
 )
-_COMPILE_S = 120.0
+_TELL_S = 30.0
+"""A compiler may take as long as it needs, and is logged this often meanwhile."""
+_SLOW = (
+    "%s has taken %.0f s for %s so far; a start waits for it once, and not at all if `mooncake "
+    "compile` has made the code before"
+)
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 COMPILED = Path(__file__).with_name("compiled")
 """The folder of an image's compiled code. It is as trusted as the sources beside it."""
@@ -328,15 +333,24 @@ def _compile(target: Path, wanted: Isa) -> None:
 
 
 def _run(*words: str) -> None:
-    """Run a compiler."""
-    try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=_COMPILE_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise CannotBuild(f"{words[0]} took more than {_COMPILE_S:.0f} s") from error
-    if done.returncode:
-        raise CannotBuild(f"{words[0]} failed: {done.stderr.strip()[-500:]}")
+    """Run a compiler until it has ended, however slow the machine is. The last word is what it
+    makes.
+    """
+    waited_s, said = 0.0, None
+    with subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            while said is None:
+                try:
+                    said = process.communicate(timeout=_TELL_S)[1]
+                except subprocess.TimeoutExpired:
+                    waited_s += _TELL_S
+                    _log.info(_SLOW, words[0], waited_s, Path(words[-1]).name)
+        finally:
+            process.kill()
+    if process.returncode:
+        raise CannotBuild(f"{words[0]} failed: {said.strip()[-500:]}")
 
 
 @contextlib.contextmanager

@@ -7,8 +7,9 @@ cost model fits the times.
 
 from __future__ import annotations
 
+import logging
 import select
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -23,7 +24,8 @@ NUM_PASSES = 2
 """Passes over all shapes, if there is time. Many costs are paid only once (a weight's first touch,
 the allocator's first block of a size), so the shorter of two runs counts.
 """
-STEP_TIMEOUT_S = 120.0
+TELL_S = 30.0
+"""A step without progress is logged this often."""
 NUM_TOKENS = 97
 """Distinct tokens of the profile's prompts; every vocabulary has this many."""
 
@@ -51,6 +53,7 @@ CONTEXTS = (64, 512, 2048, 8192, 32768)
 """Numbers of tokens that each of these sequences has."""
 ROLES = (Role.PREFILL, Role.DECODE)
 MIN_SAMPLES = 6
+_log = logging.getLogger(__name__)
 
 
 def shapes_for(role: Role, config: EngineConfig) -> list[Shape]:
@@ -71,15 +74,21 @@ def fitting(shapes: Iterable[Shape], config: EngineConfig) -> list[Shape]:
 
 
 def profile(
-    runner: PolledRunner, shapes: Sequence[Shape], config: EngineConfig, clock: Clock
+    runner: PolledRunner,
+    shapes: Sequence[Shape],
+    config: EngineConfig,
+    clock: Clock,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[CostSample]:
     """Run `shapes` one after the other, then again. Return the shorter time of each.
 
     The first one is run once before, untimed. So if there is no time for a second pass, part of the
-    first-run cost is already paid.
+    first-run cost is already paid. `progress` gets how many steps have ended, and how many there
+    are at most.
 
     Raises:
-        InternalError: a step failed or did not end.
+        InternalError: a step failed, or made no progress for as long as an engine's first steps
+            may.
     """
     if not shapes:
         return []
@@ -90,11 +99,12 @@ def profile(
     for turn, (number, plan) in enumerate(zip(numbers, plans, strict=True)):
         if turn > 2 and clock.now() - started_s > BUDGET_S:
             break
-        seconds = _run(runner, plan)
+        progress(turn, len(numbers))
+        seconds = _run(runner, plan, config.first_step_timeout_s)
         last = plan
         if turn > 0:
             best[number] = min(seconds, best.get(number, seconds))
-    _run(runner, _closing(last))
+    _run(runner, _closing(last), config.first_step_timeout_s)
     return [_sample(shapes[number], seconds) for number, seconds in best.items()]
 
 
@@ -156,17 +166,30 @@ def _closing(last: StepPlan) -> StepPlan:
     return StepPlan(step_id=last.step_id - 1, starts=[], slots=[again], ended=ended)
 
 
-def _run(runner: PolledRunner, plan: StepPlan) -> float:
+def _run(runner: PolledRunner, plan: StepPlan, limit_s: float) -> float:
+    """Return how long a step took. It may compile kernels, which takes minutes on a GPU."""
     runner.submit(plan)
     poller = select.poll()
     poller.register(runner.fileno(), select.POLLIN)
-    while poller.poll(STEP_TIMEOUT_S * 1000):
+    stalled_s = 0.0
+    while stalled_s < limit_s:
+        if not poller.poll(TELL_S * 1000):
+            stalled_s += TELL_S
+            _log.warning(
+                "a step of the self-profile has taken %.0f s without progress: the first of its "
+                "size may compile kernels, which `mooncake compile` does before a start", stalled_s,
+            )  # fmt: skip
+            continue
+        stalled_s = 0.0
         for event in runner.poll():
             if isinstance(event, StepResult):
                 if event.error is not None:
                     raise InternalError(f"the self-profile's step failed: {event.error}")
                 return event.seconds
-    raise InternalError(f"the self-profile's step did not end in {STEP_TIMEOUT_S:.0f} s")
+    raise InternalError(
+        f"the self-profile's step made no progress for {limit_s:.0f} s, which is ten times "
+        "`step-timeout`"
+    )
 
 
 def shapes_within(role: Role, config: EngineConfig) -> list[Shape]:

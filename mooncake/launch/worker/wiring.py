@@ -179,8 +179,10 @@ def build(
     model.warm_up(config, lambda done, whole: progress("warming up", done, whole))
     samples = []
     if settings.self_profile:
-        progress("timing a few steps", 0, 0)
-        samples = profile(runner, shapes_for(settings.role, config), config, MonotonicClock())
+        samples = profile(
+            runner, shapes_for(settings.role, config), config, MonotonicClock(),
+            lambda done, whole: progress("timing a few steps", done, whole),
+        )  # fmt: skip
     hello = msgspec.structs.replace(
         hello,
         num_blocks=config.num_blocks,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import select
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from mooncake.base import Grammar, InternalError, Role
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan, StepResult
+from mooncake.launch.worker import profile as module
 from mooncake.launch.worker.profile import (
     BUDGET_S,
     DECODE_SHAPES,
@@ -165,3 +169,41 @@ def test_a_failed_step_is_an_error() -> None:
     with pytest.raises(InternalError, match="no memory"):
         profile(runner, [(1, 1, 0)], config(), ManualClock())
     runner.close()
+
+
+class Waits:
+    """What waits for a step that takes `long_s` without progress, and takes no time for it."""
+
+    def __init__(self, long_s: float) -> None:
+        self._left_s = long_s
+        self._plain = select.poll()
+        self.register = self._plain.register
+
+    def poll(self, limit_ms: float) -> list[tuple[int, int]]:
+        self._left_s -= limit_ms / 1000
+        return self._plain.poll(0) if self._left_s < 0 else []
+
+
+def waiting(monkeypatch: pytest.MonkeyPatch, long_s: float) -> None:
+    poll = SimpleNamespace(POLLIN=select.POLLIN, poll=lambda: Waits(long_s))
+    monkeypatch.setattr(module, "select", poll)
+
+
+def test_a_step_that_compiles_for_minutes_is_told_of_and_waited_for(
+    runner: TimedRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its worker was ended after two of them, and began to compile again."""
+    waiting(monkeypatch, 1000.0)
+    told: list[tuple[int, int]] = []
+    with caplog.at_level(logging.WARNING, logger=module.__name__):
+        profile(runner, [(1, 32, 0)], config(), ManualClock(), lambda *counts: told.append(counts))
+    assert told == [(0, 3), (1, 3), (2, 3)]
+    assert "has taken 990 s without progress" in caplog.text
+
+
+def test_a_step_that_hangs_ends_the_worker_as_an_engines_first_steps_do(
+    runner: TimedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting(monkeypatch, 1000.0)
+    with pytest.raises(InternalError, match="no progress for 500 s, which is ten times `step-time"):
+        profile(runner, [(1, 32, 0)], config(step_timeout_s=50), ManualClock())
