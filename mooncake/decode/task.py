@@ -78,23 +78,22 @@ class Stage(Enum):
 class DecodeJob(Job):
     """State of one task."""
 
-    def __init__(self, task: RequestTask, layout: KvLayout) -> None:
-        super().__init__(task, layout)
+    def __init__(self, sequence_id: int, task: RequestTask, layout: KvLayout) -> None:
+        super().__init__(sequence_id, task, layout)
         self.stage = Stage.WAITING
-        self.output_tokens = list(task.output_tokens)
         self.local = task.prefill is None
         """True if no prefill worker pushes KV: gather what is cached and compute the rest here."""
         self.sources: list[BlockSource] = task.sources if self.local else []
-        self.pages: list[int] = []
-        """The pages held for the KV to come: blocks of this worker's cache first, then reserved
-        pages.
-        """
         self.num_passed = 0
         """How many later requests were given room before this one."""
+        self.num_given = 0
+        """How many tokens were known when the engine began to run it."""
         self.grant: int | None = None
         """The grant by which prefill may write to reserved pages, while it may."""
         self.num_matched = 0
-        """The number of leading `pages` that came from this worker's cache."""
+        """The number of leading `pages` that came from this worker's cache. The others are
+        reserved, until it runs.
+        """
         self.comparison = Comparison()
         self.asked_s = 0.0
         """When prefill was last told about the reserved pages."""
@@ -104,6 +103,18 @@ class DecodeJob(Job):
         """The first block that this node's pool may hold. Blocks before it were pushed by prefill
         and lie in the pool of prefill's node.
         """
+
+    @property
+    def reserved_pages(self) -> list[int]:
+        """The pages held for KV to come. Those of a sequence that runs are the engine's."""
+        return [] if self.stage is Stage.RUNNING else self.pages
+
+    def take_sampled(self, token: int) -> None:
+        """Take the token that prefill sampled. The prompt's log-probabilities, if wanted, went to
+        the gateway with it.
+        """
+        self.output_tokens.append(token)
+        self.prompt_logprobs = None
 
 
 def has_room(num_needed: int, num_available: int, num_running: int) -> bool:

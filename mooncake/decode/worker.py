@@ -34,7 +34,7 @@ from mooncake.decode.task import (
     may_reserve,
 )
 from mooncake.engine.plan import StepResult
-from mooncake.engine.sequence import Made, Sequence
+from mooncake.engine.sequence import Made
 from mooncake.instance import Instance, RoleWorker
 
 
@@ -84,12 +84,12 @@ class DecodeWorker(RoleWorker[DecodeJob]):
     # ------------------------------------------------------------ taking a request in
 
     def _new_job(self, task: RequestTask) -> DecodeJob:
-        return DecodeJob(task, self.instance.layout)
+        return DecodeJob(self.instance.next_sequence_id(), task, self.instance.layout)
 
     def _begin(self, job: DecodeJob, _now: float) -> None:
         layout = self.instance.layout
-        if not can_ever_fit(layout.num_blocks(job.num_tokens), self.instance.pool.num_blocks):
-            message = f"{job.num_tokens} tokens do not fit the KV memory of a decode worker"
+        if not can_ever_fit(layout.num_blocks(job.num_task_tokens), self.instance.pool.num_blocks):
+            message = f"{job.num_task_tokens} tokens do not fit the KV memory of a decode worker"
             self._fail(job, Failure.invalid(message))
         elif len(self._waiting) >= self.instance.config.max_reservations:
             self._fail(job, Failure.turned_away("the decode queue is full"))
@@ -103,7 +103,7 @@ class DecodeWorker(RoleWorker[DecodeJob]):
         for job in list(self._waiting):
             if reserved is None and not job.local:  # jobs that compute all here reserve nothing
                 holders = (*self._jobs, *self._aborted.values())
-                reserved = set[int]().union(*(each.pages for each in holders))
+                reserved = set[int]().union(*(each.reserved_pages for each in holders))
             if self._admit(job, now, reserved or set()):
                 if reserved is not None:
                     reserved.update(job.pages)
@@ -118,7 +118,7 @@ class DecodeWorker(RoleWorker[DecodeJob]):
     def _may_be_passed(self, job: DecodeJob) -> bool:
         instance, pool = self.instance, self.instance.pool
         return may_be_passed(
-            instance.layout.num_blocks(job.num_tokens),
+            instance.layout.num_blocks(job.num_task_tokens),
             pool.num_available,
             instance.reservations.num_resting,
             instance.engine.num_running,
@@ -136,7 +136,7 @@ class DecodeWorker(RoleWorker[DecodeJob]):
             self._compute_here(job, now)
             return True
         matched = list(instance.pool.match(job.keys))
-        num_new = layout.num_blocks(job.num_tokens) - len(matched)
+        num_new = layout.num_blocks(job.num_task_tokens) - len(matched)
         available = instance.pool.num_available
         if reserved is None:
             num_growing = 0
@@ -172,7 +172,7 @@ class DecodeWorker(RoleWorker[DecodeJob]):
             if flow in tried:
                 continue
             tried.add(flow)
-            room = engine.reclaim(flow, layout.num_blocks(job.num_tokens), outside)
+            room = engine.reclaim(flow, layout.num_blocks(job.num_task_tokens), outside)
             if room and self._admit(job, now, reserved=None):
                 self._waiting.remove(job)
                 outside[flow] += len(job.pages)
@@ -183,8 +183,8 @@ class DecodeWorker(RoleWorker[DecodeJob]):
         """
         held: Counter[Flow] = Counter()
         for job in (*self._jobs, *self._aborted.values()):
-            if job.pages:
-                held[job.flow] += len(job.pages)
+            if job.reserved_pages:
+                held[job.flow] += len(job.reserved_pages)
         return held
 
     def _send_reserved(self, job: DecodeJob, now: float) -> None:
@@ -227,14 +227,14 @@ class DecodeWorker(RoleWorker[DecodeJob]):
         job.stage = Stage.GATHERING
         if job.trace is not None:
             job.trace.since_s = now
-        self._gather(job, len(job.output_tokens), job.sources, now)
+        self._gather(job, job.sources, now)
 
     def _on_gathered(self, job: DecodeJob, pages: list[int], now: float) -> None:
         if self._jobs.get(job.request_id) is not job:
             self.instance.pool.release(pages)
             return
-        job.pages = pages
-        self._run(job, len(pages) * self.instance.layout.block_tokens, now)
+        job.take_kv(pages, len(pages) * self.instance.layout.block_tokens)
+        self._run(job, now)
 
     def _on_kv_ready(self, message: KVReady, now: float) -> None:
         if self._release_aborted(message.request_id, message.attempt):
@@ -242,7 +242,7 @@ class DecodeWorker(RoleWorker[DecodeJob]):
         job = self._jobs.find(message.request_id, message.attempt)
         if job is None or job.local or job.stage not in (Stage.WAITING, Stage.RESERVED):
             return
-        job.output_tokens.append(message.token)
+        job.take_sampled(message.token)
         if job.trace is not None:
             job.trace.pass_on(message.spans)
         if not message.pushed:
@@ -297,24 +297,19 @@ class DecodeWorker(RoleWorker[DecodeJob]):
             self._compute_here(job, now)
             return
         job.num_blocks_put = job.first_own = job.num_counted = len(job.keys)
-        self._run(job, job.num_tokens, now)
+        job.num_computed = job.num_task_tokens
+        self._run(job, now)
 
-    def _run(self, job: DecodeJob, num_computed: int, now: float) -> None:
-        """Start the request; `job.pages` hold the KV of its first `num_computed` tokens."""
-        pages, job.pages = job.pages, []
-        sequence = job.new_sequence(
-            self.instance.next_sequence_id(), job.output_tokens, pages, num_computed
-        )
-        if not job.local:
-            sequence.num_cached_tokens = 0
-        if not self.instance.engine.add(sequence, now):
-            self.instance.pool.release(pages)
+    def _run(self, job: DecodeJob, now: float) -> None:
+        """Have the engine generate the rest of the request, whose pages hold what is computed."""
+        job.num_given = job.num_tokens
+        if not self.instance.engine.add(job, now):
+            self.instance.pool.release(job.drop_kv())
             self._fail(job, Failure.turned_away("the decode batch queue is full"))
             return
         job.stage = Stage.RUNNING
         if job.trace is not None and not job.local:
             job.trace.since_s = now
-        self._jobs.start_sequence(job, sequence)
 
     # ------------------------------------------------------------ generating
 
@@ -323,30 +318,26 @@ class DecodeWorker(RoleWorker[DecodeJob]):
         jobs.
         """
         for sequence, output in outputs:
-            job = self._jobs.of_sequence(sequence.sequence_id)
+            job = self._jobs.of_sequence(sequence)
             assert job is not None, "a sequence without a job"
             if output.finish is None or output.finish.failure is None:
                 self._write_through(job, now, ended=output.finish is not None)
-            self._send_output(job, sequence, output, now)
+            self._send_output(job, output, now)
             if output.finish is not None:
-                self.instance.engine.release(sequence)
-                self._jobs.end_sequence(job)
+                self.instance.engine.release(job)
                 self._jobs.remove(job)
 
-    def _send_output(
-        self, job: DecodeJob, sequence: Sequence, output: RequestOutput, now: float
-    ) -> None:
-        cached = sequence.num_cached_tokens
+    def _send_output(self, job: DecodeJob, output: RequestOutput, now: float) -> None:
+        cached = job.num_cached_tokens
         first = job.local and output.start == len(job.task.output_tokens)
         if first and output.tokens:
-            self.instance.count("prompt_tokens", job.num_tokens)
+            self.instance.count("prompt_tokens", job.num_task_tokens)
             self.instance.count("prompt_tokens_cached", cached)
         if job.trace is not None:
             if first and output.tokens:
-                job.trace.computed(sequence, job.num_tokens, now)
+                job.trace.computed(job, job.num_task_tokens, now)
             if output.finish is not None:
-                num_made = len(sequence.output_tokens) - len(job.output_tokens)
-                job.trace.decoded(sequence, num_made, now)
+                job.trace.decoded(job, job.num_tokens - job.num_given, now)
         made = job.output(output, cached if first else None)
         self.instance.queue_output(job.task.gateway, made)
 
@@ -354,19 +345,17 @@ class DecodeWorker(RoleWorker[DecodeJob]):
         """Put the blocks that have become full into this node's pool. If the answer has `ended`,
         tell the pool whether to keep it.
         """
-        sequence = job.sequence
-        assert sequence is not None
-        num_full = sequence.num_computed // self.instance.layout.block_tokens
-        keeps_answer = ended and job.keeps_answer(sequence)
+        num_full = job.num_computed // self.instance.layout.block_tokens
+        keeps_answer = ended and job.keeps_answer
         is_new = num_full > job.num_blocks_put
         if not (is_new or keeps_answer) or self.instance.kvstore is None:
             return
-        num_cached = sequence.num_cached_tokens // self.instance.layout.block_tokens
+        num_cached = job.num_cached_tokens // self.instance.layout.block_tokens
         indexes = range(max(job.num_blocks_put, num_cached), num_full)
-        before = sequence.keys[job.first_own : indexes.start]
+        before = job.keys[job.first_own : indexes.start]
         head = job.chain_head(
             before, job.num_counted - job.first_own, job.first_own,
-            sequence.num_computed if keeps_answer else 0,
+            job.num_computed if keeps_answer else 0,
         )  # fmt: skip
         job.num_blocks_put = job.num_counted = num_full
         if not indexes:
@@ -374,10 +363,10 @@ class DecodeWorker(RoleWorker[DecodeJob]):
             return
         push = self.instance.open_push()  # one for these blocks alone: it holds them only briefly
         for index in indexes:
-            push.add_block(index, sequence.pages[index])
+            push.add_block(index, job.pages[index])
         push.advance(indexes, self.instance.layout.num_layers, now)
-        blocks = {sequence.keys[index]: index for index in indexes}
-        tenant = job.task.request.tenant
+        blocks = {job.keys[index]: index for index in indexes}
+        tenant = job.request.tenant
         self.instance.put(push, blocks, tenant, lambda at: self.instance.close_push(push, at), head)
 
     # ------------------------------------------------------------ endings
@@ -398,9 +387,7 @@ class DecodeWorker(RoleWorker[DecodeJob]):
                 assert job.reuse is not None
                 job.reuse.cancel(now)
             case Stage.RUNNING:
-                running = self._jobs.end_sequence(job)
-                assert running is not None
-                self.instance.engine.abort(running)
+                self.instance.engine.abort(job.sequence_id)
             case Stage.ABORTED:
                 raise AssertionError("an aborted job is not in the table")
 

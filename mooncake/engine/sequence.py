@@ -69,7 +69,8 @@ class Drafting:
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A sequence is mutable. The caller may set the first group of fields before `Engine.add`;
-    afterwards only the engine writes.
+    afterwards only the engine writes. Roles add what they know of its request in a subclass
+    (`instance.job_table.Job`), so that a request has one object on a worker.
 
     To hand over KV that exists already (fetched, or pushed by another worker), the caller sets
     `pages`, with one reference each for the sequence, `num_computed` and `num_cached_tokens`. A

@@ -1,9 +1,9 @@
 """The requests in progress on a worker: the state that every job has, with the spans of those that
 are traced, and the table that the prefill and the decode role share.
 
-Owned by the role's worker, which decides what a job does. The table knows attempts, gateways and
-sequences. At most one attempt of a request is in progress. What belongs to an older attempt, or to
-one that has ended, is fenced off.
+Owned by the role's worker, which decides what a job does. The table knows attempts and gateways. At
+most one attempt of a request is in progress. What belongs to an older attempt, or to one that has
+ended, is fenced off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mooncake.base.messages import (
     WorkerRef,
     is_former,
 )
-from mooncake.base.request import CacheHits, Fact, Flow, RequestOutput, WorkEvent, WorkSpan
+from mooncake.base.request import CacheHits, Fact, RequestOutput, WorkEvent, WorkSpan
 from mooncake.engine.sequence import Sequence
 from mooncake.instance.push import Destination
 from mooncake.instance.reuse import PrefixReuse
@@ -127,25 +127,32 @@ def _facts(num_blocks: int, carried: Carried) -> dict[str, Fact]:
     }
 
 
-class Job:
-    """The state that every job has: its task, block keys, prefix reuse and sequence."""
+class Job(Sequence):
+    """A request on a worker: the engine's sequence, which the engine does not have before its role
+    adds it, and what every role knows of it beside: its task and the reuse of its prefix.
+    """
 
-    def __init__(self, task: RequestTask, layout: KvLayout) -> None:
-        self.task = task
+    def __init__(self, sequence_id: int, task: RequestTask, layout: KvLayout) -> None:
         request = task.request
         tokens = request.tokens_with(task.output_tokens)
         names = layout.block_tokens, request.tenant, request.cache_salt
-        self.keys = (
-            block_keys(layout.fingerprint, tokens, *names)
+        super().__init__(
+            sequence_id=sequence_id,
+            request=request,
+            attempt=task.attempt,
+            turn=task.turn,
+            output_tokens=list(task.output_tokens),
+            keys=block_keys(layout.fingerprint, tokens, *names)
             if task.output_tokens
-            else list(prompt_keys(layout.fingerprint, request.prompt, *names))
+            else list(prompt_keys(layout.fingerprint, request.prompt, *names)),
         )
-        """Keys of all full blocks of the prompt and of the task's output tokens."""
-        self.num_tokens = len(tokens)
-        """How many tokens must have KV before the next token is sampled."""
+        self.task = task
+        self.num_task_tokens = len(tokens)
+        """How many tokens the task came with. All of them must have KV before the next one is
+        sampled.
+        """
         self._block_tokens = layout.block_tokens
         self.reuse: PrefixReuse | None = None
-        self.sequence: Sequence | None = None
         self.trace: JobTrace | None = None
         """The spans of a traced request."""
         self.num_counted = 0
@@ -155,19 +162,11 @@ class Job:
 
     @property
     def request_id(self) -> str:
-        return self.task.request.request_id
-
-    @property
-    def attempt(self) -> int:
-        return self.task.attempt
-
-    @property
-    def flow(self) -> Flow:
-        return self.task.request.flow
+        return self.request.request_id
 
     def rank(self) -> tuple[float, int]:
         """Return the sort key of queues: smaller goes first."""
-        return self.task.turn, self.task.request.priority.order
+        return self.turn, self.request.priority.order
 
     def chain_head(
         self, keys: list[BlockKey], num_counted: int, first: int = 0, num_kept_tokens: int = 0
@@ -176,35 +175,21 @@ class Job:
         how much of it is to be kept: what the request wants of its prompt, or `num_kept_tokens` if
         that is more. `first`: the number of the chain's first block.
         """
-        request = self.task.request
-        num_tokens = max(request.num_kept_tokens, num_kept_tokens)
+        num_tokens = max(self.request.num_kept_tokens, num_kept_tokens)
         num_kept = max(0, num_tokens // self._block_tokens - first)
-        return ChainHead(keys, num_counted, num_kept, request.keep_s if num_kept else 0.0)
+        return ChainHead(keys, num_counted, num_kept, self.request.keep_s if num_kept else 0.0)
 
-    def keeps_answer(self, sequence: Sequence) -> bool:
-        """Return whether the pool is to keep the answer, which has ended."""
-        request = self.task.request
-        is_wanted = request.call_token is None or request.call_token in sequence.output_tokens
+    @property
+    def keeps_answer(self) -> bool:
+        """Whether the pool is to keep the answer, which has ended."""
+        request = self.request
+        is_wanted = request.call_token is None or request.call_token in self.output_tokens
         return request.keeps_answer and is_wanted
 
-    def new_sequence(
-        self, sequence_id: int, output_tokens: list[int], pages: list[int], num_computed: int
-    ) -> Sequence:
-        """Return a sequence of this request over `pages`, of which this many tokens are computed.
-        It gets the keys that the job has hashed.
-        """
-        num_tokens = len(self.task.request.prompt_tokens) + len(output_tokens)
-        return Sequence(
-            sequence_id=sequence_id,
-            request=self.task.request,
-            attempt=self.attempt,
-            turn=self.task.turn,
-            output_tokens=list(output_tokens),
-            pages=pages,
-            num_computed=num_computed,
-            num_cached_tokens=num_computed,
-            keys=self.keys[: num_tokens // self._block_tokens],
-        )
+    def take_kv(self, pages: list[int], num_computed: int) -> None:
+        """Take pages that hold the KV of the first `num_computed` tokens."""
+        self.pages = pages
+        self.num_computed = self.num_cached_tokens = num_computed
 
     def take_spans(self) -> tuple[WorkSpan, ...]:
         """Return what is to be reported now: nothing if the request is not traced."""
@@ -225,23 +210,22 @@ class Job:
             spans=spans,
         )
 
-    def reusable_keys(self, num_outputs: int) -> list[BlockKey]:
-        """Return the keys of the blocks that may come from a cache, when `num_outputs` output
-        tokens are known. The last known token is always computed, because its logits are needed.
+    @property
+    def reusable_keys(self) -> list[BlockKey]:
+        """The keys of the blocks that may come from a cache. The last known token is always
+        computed, because its logits are needed, and so are those of a prompt with log-probabilities
+        that nobody has delivered.
         """
-        request = self.task.request
-        if request.sampling.num_prompt_logprobs is not None and not num_outputs:
-            return []  # the logits of every prompt token are needed
-        num_known = len(request.prompt_tokens) + num_outputs
-        return self.keys[: (num_known - 1) // self._block_tokens]
+        if self.prompt_logprobs is not None:
+            return []
+        return self.keys[: (self.num_tokens - 1) // self._block_tokens]
 
 
 class JobTable(Generic[JobT]):
-    """Jobs by request, sequence and gateway. Jobs may end during an iteration."""
+    """Jobs by request and gateway. Jobs may end during an iteration."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, JobT] = {}
-        self._by_sequence: dict[int, JobT] = {}
         self._gateways: dict[str, WorkerRef] = {}
         self._ended: BoundedMap[str, int] = BoundedMap(MAX_REMEMBERED)
         """Request id -> the last attempt that has ended here; the oldest are dropped."""
@@ -299,21 +283,10 @@ class JobTable(Generic[JobT]):
     def _remember(self, request_id: str, attempt: int) -> None:
         self._ended[request_id] = max(attempt, self._ended.get(request_id, -1))
 
-    def start_sequence(self, job: JobT, sequence: Sequence) -> None:
-        """Record that the engine runs this sequence for a job."""
-        job.sequence = sequence
-        self._by_sequence[sequence.sequence_id] = job
-
-    def of_sequence(self, sequence_id: int) -> JobT | None:
-        """Return the job that a running sequence belongs to."""
-        return self._by_sequence.get(sequence_id)
-
-    def end_sequence(self, job: JobT) -> int | None:
-        """Forget the job's sequence. Return its id; None if the engine was running none."""
-        if job.sequence is None or job.sequence.sequence_id not in self._by_sequence:
-            return None
-        del self._by_sequence[job.sequence.sequence_id]
-        return job.sequence.sequence_id
+    def of_sequence(self, sequence: Sequence) -> JobT | None:
+        """Return the job that a sequence of the engine is; None: the job has ended."""
+        job = self._jobs.get(sequence.request.request_id)
+        return job if job is sequence else None
 
     def of_gateway(self, gateway: WorkerRef) -> list[JobT]:
         """Return the jobs that this gateway asked for."""
@@ -354,13 +327,10 @@ class JobTable(Generic[JobT]):
         return expired
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when an attempt that is over is still in progress, a sequence has no
-        job, or a limit was exceeded.
+        """Raise AssertionError when an attempt that is over is still in progress, or a limit was
+        exceeded.
         """
         for request_id, job in self._jobs.items():
             assert job.request_id == request_id
             assert not self.is_over(request_id, job.attempt), f"{request_id} is over and goes on"
-        for sequence_id, job in self._by_sequence.items():
-            assert job.sequence is not None, f"the job of sequence {sequence_id} has no sequence"
-            assert job.sequence.sequence_id == sequence_id
         assert len(self._early) <= MAX_EARLY, "more early reservations than allowed"

@@ -116,8 +116,8 @@ class RoleWorker(ABC, Generic[JobT]):
         self._jobs.add(job)
         self._begin(job, now)
 
-    def _gather(self, job: JobT, num_outputs: int, sources: list[BlockSource], now: float) -> None:
-        """Collect the prefix of a job of which `num_outputs` output tokens are known."""
+    def _gather(self, job: JobT, sources: list[BlockSource], now: float) -> None:
+        """Collect the prefix of a job."""
         instance = self.instance
 
         def gathered(pages: list[int], at: float) -> None:
@@ -132,7 +132,7 @@ class RoleWorker(ABC, Generic[JobT]):
             self._on_gathered(job, pages, at)
 
         job.reuse = PrefixReuse(
-            instance.pool, instance.fetches, job.reusable_keys(num_outputs), sources, gathered,
+            instance.pool, instance.fetches, job.reusable_keys, sources, gathered,
             job.chain_head,
         )  # fmt: skip
         job.reuse.start(now)

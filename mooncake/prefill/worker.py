@@ -13,6 +13,7 @@ with `PushEnded` when the task does not come in time.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from enum import Enum
 
 import msgspec
@@ -33,8 +34,8 @@ from mooncake.base.request import (
     RequestOutput,
     request_finish,
 )
-from mooncake.engine.plan import LayerDone, StepResult
-from mooncake.engine.sequence import Made, Sequence
+from mooncake.engine.plan import LayerDone, StepResult, StepSlot
+from mooncake.engine.sequence import Made
 from mooncake.instance import Destination, Instance, Push, RoleWorker
 from mooncake.instance.job_table import Job
 
@@ -51,8 +52,10 @@ class Stage(Enum):
 class PrefillJob(Job):
     """State of one task."""
 
-    def __init__(self, task: RequestTask, layout: KvLayout, push: Push) -> None:
-        super().__init__(task, layout)
+    def __init__(self, sequence_id: int, task: RequestTask, layout: KvLayout, push: Push) -> None:
+        super().__init__(sequence_id, task, layout)
+        self.max_new_tokens = len(self.output_tokens) + 1
+        self.report_layers = True
         self.push = push
         self.stage = Stage.GATHERING
         self.decode: Destination | None = None
@@ -60,8 +63,6 @@ class PrefillJob(Job):
         self.num_final = 0
         """Leading blocks whose KV is complete and that have been given to the push."""
         self.put_asked = False
-        self.num_cached_tokens = 0
-        self.token: int | None = None
         self.sampled_s = 0.0
         self.handed_over = False
         """True once decode got `KVReady`: it waits for no `PushEnded`."""
@@ -116,9 +117,9 @@ class PrefillWorker(RoleWorker[PrefillJob]):
             return
         outside: Counter[Flow] = Counter()
         for job in (*held, *self._settling):
-            outside[job.flow] += instance.layout.num_blocks(job.num_tokens)
+            outside[job.flow] += instance.layout.num_blocks(job.num_task_tokens)
         standing = engine.standing(outside)
-        coming = sum(instance.layout.num_blocks(job.num_tokens) for job in self._settling)
+        coming = sum(instance.layout.num_blocks(job.num_task_tokens) for job in self._settling)
         held = sorted((job for job in held if job.decode is None), key=PrefillJob.rank)
         for sequence, num_pages in engine.due(standing):
             if engine.claim(sequence):
@@ -128,7 +129,7 @@ class PrefillWorker(RoleWorker[PrefillJob]):
                     break
                 if not standing.is_within(job.flow):
                     held.remove(job)
-                    num_held = instance.layout.num_blocks(job.num_tokens)
+                    num_held = instance.layout.num_blocks(job.num_task_tokens)
                     standing.give_back(job.flow, num_held)
                     self._hand_over_by_pool(job, now)
                     coming += num_held if job in self._settling else 0
@@ -141,10 +142,11 @@ class PrefillWorker(RoleWorker[PrefillJob]):
     # ------------------------------------------------------------ from task to engine
 
     def _new_job(self, task: RequestTask) -> PrefillJob:
-        return PrefillJob(task, self.instance.layout, self.instance.open_push())
+        instance = self.instance
+        return PrefillJob(instance.next_sequence_id(), task, instance.layout, instance.open_push())
 
     def _begin(self, job: PrefillJob, now: float) -> None:
-        self._gather(job, len(job.task.output_tokens), job.task.sources, now)
+        self._gather(job, job.task.sources, now)
 
     def _on_gathered(self, job: PrefillJob, pages: list[int], now: float) -> None:
         instance = self.instance
@@ -152,17 +154,12 @@ class PrefillWorker(RoleWorker[PrefillJob]):
             instance.pool.release(pages)
             self._close(job, now)
             return
-        num_cached = len(pages) * instance.layout.block_tokens
-        known = job.task.output_tokens
-        sequence = job.new_sequence(instance.next_sequence_id(), known, pages, num_cached)
-        sequence.max_new_tokens = len(known) + 1
-        sequence.report_layers = True
-        if not instance.engine.add(sequence, now):
-            instance.pool.release(pages)
+        job.take_kv(pages, len(pages) * instance.layout.block_tokens)
+        if not instance.engine.add(job, now):
+            instance.pool.release(job.drop_kv())
             self._fail(job, Failure.turned_away("the prefill queue is full"), now)
             return
         job.stage = Stage.COMPUTING
-        self._jobs.start_sequence(job, sequence)
         early = self._jobs.take_early(job)
         if early is not None:
             self._on_reserved(early, now)
@@ -211,18 +208,23 @@ class PrefillWorker(RoleWorker[PrefillJob]):
     def _advance(self, step_id: int, num_layers: int, now: float) -> None:
         """Push the blocks that this step completes; `num_layers` layers lie in the pages."""
         block_tokens = self.instance.layout.block_tokens
-        for slot in self.instance.engine.step(step_id).plan.slots:
-            job = self._jobs.of_sequence(slot.sequence_id)
-            if job is None:
-                continue
+        for job, slot in self._computed(step_id):
             self._take_cached(job, slot.pages, slot.start // block_tokens, now)
             end = slot.start + len(slot.tokens)
-            last = end if end == job.num_tokens else end - end % block_tokens
+            last = end if end == job.num_task_tokens else end - end % block_tokens
             indexes = range(slot.start // block_tokens, -(-last // block_tokens))
             for index in indexes:
                 job.push.add_block(index, slot.pages[index])
             job.num_final = max(job.num_final, last // block_tokens)
             job.push.advance(indexes, num_layers, now)
+
+    def _computed(self, step_id: int) -> Iterator[tuple[PrefillJob, StepSlot]]:
+        """Yield the jobs in a step with their slots. Jobs that have ended are left out."""
+        step = self.instance.engine.step(step_id)
+        for slot, sequence in zip(step.plan.slots, step.sequences, strict=True):
+            job = self._jobs.of_sequence(sequence)
+            if job is not None:
+                yield job, slot
 
     def _take_cached(self, job: PrefillJob, pages: list[int], num_cached: int, now: float) -> None:
         """Push the blocks before the step that came from a cache. Only the blocks after them, and
@@ -238,7 +240,7 @@ class PrefillWorker(RoleWorker[PrefillJob]):
             hot = range(min(job.task.num_replicate_blocks, num_cached))
             own = range(num_cached, len(job.keys))
             new = {job.keys[index]: index for index in (*hot, *own)}
-            tenant = job.task.request.tenant
+            tenant = job.request.tenant
             head = job.chain_head(job.keys[:num_cached], job.num_counted)
             self.instance.put(job.push, new, tenant, lambda at: self._settle(job, at), head)
             if not new:
@@ -251,9 +253,8 @@ class PrefillWorker(RoleWorker[PrefillJob]):
         self._take(self.instance.on_step(result, now), now)
 
     def _note_chunks(self, step_id: int, now: float) -> None:
-        for slot in self.instance.engine.step(step_id).plan.slots:
-            job = self._jobs.of_sequence(slot.sequence_id)
-            if job is not None and job.trace is not None:
+        for job, slot in self._computed(step_id):
+            if job.trace is not None:
                 job.trace.chunk(slot.start, len(slot.tokens), now)
 
     def _take(self, outputs: list[Made], now: float) -> None:
@@ -262,30 +263,26 @@ class PrefillWorker(RoleWorker[PrefillJob]):
         """
         for sequence, output in outputs:
             self.instance.engine.release(sequence)
-            job = self._jobs.of_sequence(sequence.sequence_id)
+            job = self._jobs.of_sequence(sequence)
             assert job is not None, "a sequence without a job"
-            self._jobs.end_sequence(job)
             if output.tokens:
-                self._on_sampled(job, sequence, output, now)
+                self._on_sampled(job, output, now)
             else:
                 assert output.finish is not None
                 assert output.finish.failure is not None
                 self._fail(job, output.finish.failure, now)
 
-    def _on_sampled(
-        self, job: PrefillJob, sequence: Sequence, output: RequestOutput, now: float
-    ) -> None:
+    def _on_sampled(self, job: PrefillJob, output: RequestOutput, now: float) -> None:
         finish = request_finish(
-            job.task.request, sequence.output_tokens, self.instance.engine.config.max_model_len
+            job.request, job.output_tokens, self.instance.engine.config.max_model_len
         )
-        job.num_cached_tokens = sequence.num_cached_tokens
-        self.instance.count("prompt_tokens", job.num_tokens)
+        self.instance.count("prompt_tokens", job.num_task_tokens)
         self.instance.count("prompt_tokens_cached", job.num_cached_tokens)
         if job.trace is not None:
-            job.trace.computed(sequence, job.num_tokens, now)
+            job.trace.computed(job, job.num_task_tokens, now)
         first = job.output(msgspec.structs.replace(output, finish=finish), job.num_cached_tokens)
         self.instance.queue_output(job.task.gateway, first)
-        job.token, job.sampled_s, job.stage = output.tokens[0], now, Stage.PUSHING
+        job.sampled_s, job.stage = now, Stage.PUSHING
         if finish is not None:
             self._leave(job)
         self._settle(job, now)
@@ -312,16 +309,14 @@ class PrefillWorker(RoleWorker[PrefillJob]):
     def _hand_over_by_pool(self, job: PrefillJob, now: float) -> None:
         """Leave the blocks in the pool for decode, which had no room in time."""
         store = self.instance.kvstore
-        sources = (
-            [BlockSource(store=store, first=0, stop=len(job.keys))] if store and job.keys else []
-        )
+        num_full = job.num_task_tokens // self.instance.layout.block_tokens
+        sources = [BlockSource(store=store, first=0, stop=num_full)] if store and num_full else []
         self.instance.count("handed_over_by_pool")
         self._hand_over(job, pushed=False, sources=sources)
         self._settle(job, now)
 
     def _hand_over(self, job: PrefillJob, *, pushed: bool, sources: list[BlockSource]) -> None:
         """Tell decode to go on: its pages are filled (`pushed`), or the blocks are in the pool."""
-        assert job.token is not None
         known = job.decode.checksums if pushed and job.decode is not None else {}
         self.instance.send(
             job.task.decode,
@@ -329,7 +324,7 @@ class PrefillWorker(RoleWorker[PrefillJob]):
                 request_id=job.request_id,
                 attempt=job.attempt,
                 prefill=self.instance.worker,
-                token=job.token,
+                token=job.output_tokens[-1],
                 num_cached_tokens=job.num_cached_tokens,
                 pushed=pushed,
                 sources=sources,
@@ -362,9 +357,7 @@ class PrefillWorker(RoleWorker[PrefillJob]):
             return
         job.ended = True
         self._jobs.remove(job)
-        running = self._jobs.end_sequence(job)
-        if running is not None:
-            self.instance.engine.abort(running)
+        self.instance.engine.abort(job.sequence_id)
         if job.reuse is not None:
             job.reuse.cancel(now)  # this ends in _on_gathered, which closes the push
         else:

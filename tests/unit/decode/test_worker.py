@@ -22,7 +22,7 @@ def test_jobs_are_looked_through_once_and_only_for_those_that_reserve(
 
     def looked(table: JobTable[Any]) -> Iterator[Any]:
         looks.append(table)
-        return iter([SimpleNamespace(pages=[7])])
+        return iter([SimpleNamespace(reserved_pages=[7])])
 
     def admitted(job: Any, now: float, reserved: Set[int]) -> bool:
         seen.append(set(reserved))

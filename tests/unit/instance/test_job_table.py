@@ -8,6 +8,7 @@ from mooncake.base import AbortTask, RequestTask, WorkerRef
 from mooncake.base.blocks import prompt_keys
 from mooncake.base.kv_layout import KvLayout
 from mooncake.base.messages import Reserved
+from mooncake.decode.task import DecodeJob
 from mooncake.engine.sequence import Sequence
 from mooncake.instance.job_table import EARLY_S, MAX_EARLY, MAX_REMEMBERED, Job, JobTable
 from mooncake.rpc.codec import decode, encode
@@ -42,7 +43,7 @@ def task(
 
 
 def job(name: str = "r", attempt: int = 1, gateway: WorkerRef = GATEWAY) -> Job:
-    return Job(task(name, attempt, gateway), LAYOUT)
+    return Job(1, task(name, attempt, gateway), LAYOUT)
 
 
 def reserved(name: str = "r", attempt: int = 1) -> Reserved:
@@ -119,22 +120,29 @@ def test_tables_are_bounded(table: Table) -> None:
 
 
 def test_sequences_lead_to_their_jobs(table: Table) -> None:
-    table.add(known := job())
-    assert table.end_sequence(known) is None
-    table.start_sequence(known, Sequence(sequence_id=4, request=known.task.request))
-    assert table.of_sequence(4) is known
-    assert table.end_sequence(known) == 4
-    assert table.end_sequence(known) is None
-    assert table.of_sequence(4) is None
+    older, known = job(attempt=1), job(attempt=2)
+    table.add(known)
+    assert table.of_sequence(known) is known
+    assert table.of_sequence(older) is None, "a step in flight may still compute it"
+    table.remove(known)
+    assert table.of_sequence(known) is None
 
 
 def test_the_last_token_is_always_computed() -> None:
-    whole = Job(task(outputs=1), LAYOUT)
-    assert (whole.num_tokens, len(whole.keys)) == (17, 4)
-    assert [len(whole.reusable_keys(number)) for number in (0, 1)] == [3, 4]
-    scored = Job(task(num_prompt_logprobs=0), LAYOUT)
-    assert scored.reusable_keys(0) == [], "every prompt token's logits are wanted"
-    assert len(scored.reusable_keys(1)) == 4
+    whole = [Job(1, task(outputs=number), LAYOUT) for number in (0, 1)]
+    assert [(each.num_task_tokens, len(each.keys)) for each in whole] == [(16, 4), (17, 4)]
+    assert [len(each.reusable_keys) for each in whole] == [3, 4]
+    scored = [Job(1, task(outputs=number, num_prompt_logprobs=0), LAYOUT) for number in (0, 1)]
+    assert scored[0].reusable_keys == [], "every prompt token's logits are wanted"
+    assert len(scored[1].reusable_keys) == 4
+
+
+def test_log_probabilities_of_a_prompt_that_prefill_delivered_are_not_computed_again() -> None:
+    scored = DecodeJob(1, task(num_prompt_logprobs=0), LAYOUT)
+    scored.take_sampled(5)
+    assert (scored.output_tokens, scored.num_tokens, scored.num_task_tokens) == ([5], 17, 16)
+    assert len(scored.reusable_keys) == 4
+    assert scored.task.output_tokens == [], "the task says what the gateway knew"
 
 
 def test_an_engine_does_not_hash_again_what_a_job_has_hashed(
@@ -142,14 +150,12 @@ def test_an_engine_does_not_hash_again_what_a_job_has_hashed(
 ) -> None:
     names = LAYOUT.fingerprint, LAYOUT.block_tokens
     for known in (0, 1, 6):
-        made = Job(task(outputs=known), LAYOUT)
-        outputs = made.task.output_tokens
+        made = Job(1, task(outputs=known), LAYOUT)
+        outputs = list(made.task.output_tokens)
         expected = Sequence(1, made.task.request, output_tokens=outputs).extend_keys(*names)
         with monkeypatch.context() as patch:
             patch.setattr("mooncake.engine.sequence.extend_chain", None)
-            found = made.new_sequence(2, outputs, [], 0)
-            assert found.extend_keys(*names) == expected
-        assert found.keys is not made.keys
+            assert made.extend_keys(*names) == expected
 
 
 def test_choices_of_a_call_are_hashed_once_by_the_gateway_and_the_worker() -> None:
@@ -165,5 +171,5 @@ def test_choices_of_a_call_are_hashed_once_by_the_gateway_and_the_worker() -> No
             encode(RequestTask(request=asked, attempt=1, gateway=GATEWAY, decode=ref("d0")))
         )
         assert isinstance(sent, RequestTask)
-        assert list(record.block_keys(layout)) == Job(sent, LAYOUT).keys
+        assert list(record.block_keys(layout)) == Job(1, sent, LAYOUT).keys
     assert prompt_keys.cache_info().misses == 1

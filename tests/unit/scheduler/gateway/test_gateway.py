@@ -127,7 +127,7 @@ def test_sources_are_for_the_worker_that_computes_the_prompt() -> None:
     assert harness.tasks(harness.p0) == [task]
     assert [source.store for source in task.sources] == [kv0]
     for prefill, wanted in ((task.prefill, []), (None, task.sources)):
-        job = DecodeJob(msgspec.structs.replace(task, prefill=prefill), LAYOUT)
+        job = DecodeJob(1, msgspec.structs.replace(task, prefill=prefill), LAYOUT)
         assert job.sources == wanted, "decode reads them where no prefill worker does"
 
 
