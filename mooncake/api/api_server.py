@@ -288,15 +288,17 @@ class ApiServer(Serving):
             Choice(which, request, self.model.tokenizer, options, self.model.eos_token_ids)
             for which, request in enumerate(requests)
         ]
-        stream: EventStream | BeamStream
+        open_stream: Callable[[Sequence[GenerateRequest]], EventStream | BeamStream]
         if fields.use_beam_search:
             penalty = 1.0 if fields.length_penalty is None else fields.length_penalty
-            stream = BeamStream(self.backend, requests, n, width, penalty)
+            open_stream = partial(
+                BeamStream, self.backend, num_per_prompt=n, width=width, length_penalty=penalty
+            )
         else:
-            stream = EventStream(self.backend, requests)
+            open_stream = partial(EventStream, self.backend)
         return Call(
-            stream, call_id, requests, choices, n, num_kept=fields.n or 1, review=review,
-            receipt_id=receipt_id,
+            open_stream, call_id, requests, choices, n, num_kept=fields.n or 1, review=review,
+            receipt_id=receipt_id, is_traceable=not fields.use_beam_search,
         )  # fmt: skip
 
     def close(self) -> None:

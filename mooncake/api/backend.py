@@ -10,8 +10,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import msgspec
-
 from mooncake.base import FinalEvent, GenerateRequest, MooncakeError, OutputEvent, Sink
 
 SUBMIT_S = 0.005
@@ -72,9 +70,6 @@ class EventStream:
     more memory than its whole answer.
     """
 
-    is_traceable = True
-    """True: the requests of the call are the same as those that the backend gets."""
-
     def __init__(self, backend: Backend, requests: Sequence[GenerateRequest]) -> None:
         self._backend = backend
         self._requests = requests
@@ -87,20 +82,6 @@ class EventStream:
     def num_dropped_tokens(self) -> int:
         """Number of tokens that were generated and are in no event."""
         return 0
-
-    def run_as(
-        self, tenant: str, *, traced: bool = False, limits: LatencyLimits = NO_LIMITS
-    ) -> None:
-        """Count all requests as `tenant`'s, have them traced if `traced`, and give each the
-        `limits`. Call it before the block is entered.
-        """
-        ttft_s, tbt_s = limits
-        self._requests = [
-            msgspec.structs.replace(
-                each, tenant=tenant, traced=traced, ttft_slo_s=ttft_s, tbt_slo_s=tbt_s
-            )
-            for each in self._requests
-        ]
 
     async def __aenter__(self) -> EventStream:
         turn_ends_s = time.monotonic() + SUBMIT_S

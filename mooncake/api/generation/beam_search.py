@@ -15,7 +15,7 @@ from itertools import compress
 
 import msgspec
 
-from mooncake.api.backend import NO_LIMITS, Backend, EventStream, LatencyLimits
+from mooncake.api.backend import Backend, EventStream
 from mooncake.api.errors import failure_error
 from mooncake.base import (
     FinalEvent,
@@ -160,9 +160,6 @@ the smallest is the best."""
 class BeamStream:
     """An `EventStream` that returns the events of all requests when the searches have ended."""
 
-    is_traceable = False
-    """False: each step of a search runs separate requests."""
-
     def __init__(
         self,
         backend: Backend,
@@ -172,7 +169,7 @@ class BeamStream:
         length_penalty: float,
     ) -> None:
         """`requests`: the requests to answer, `num_per_prompt` for each prompt, which differ only
-        in their ids.
+        in their ids. Their limits on latency hold for every step.
         `width`: the number of beams for each prompt, at least `num_per_prompt`.
         """
         self._backend = backend
@@ -197,22 +194,6 @@ class BeamStream:
     def num_dropped_tokens(self) -> int:
         """Number of tokens of all beams at all steps, minus those of the answers."""
         return self._num_dropped
-
-    def run_as(
-        self, tenant: str, *, traced: bool = False, limits: LatencyLimits = NO_LIMITS
-    ) -> None:
-        """Count all requests as `tenant`'s, and give each the `limits`: they hold for every step.
-        Call it before the block is entered.
-        """
-        assert not traced
-        ttft_s, tbt_s = limits
-        self._groups = [
-            [
-                msgspec.structs.replace(request, tenant=tenant, ttft_slo_s=ttft_s, tbt_slo_s=tbt_s)
-                for request in group
-            ]
-            for group in self._groups
-        ]
 
     async def __aenter__(self) -> BeamStream:
         return self

@@ -7,7 +7,7 @@ disconnect ends it. Replies and streams are made from the same `Delta`s, so they
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -239,7 +239,7 @@ class Call:
 
     def __init__(
         self,
-        stream: EventStream | BeamStream,
+        open_stream: Callable[[Sequence[GenerateRequest]], EventStream | BeamStream],
         call_id: str,
         requests: Sequence[GenerateRequest],
         choices: Sequence[Choice],
@@ -248,13 +248,17 @@ class Call:
         num_kept: int | None = None,
         review: Review | None = None,
         receipt_id: str = "",
+        is_traceable: bool = True,
     ) -> None:
-        """`stream`: the events of `requests`. `num_kept`: `finish` returns this many choices of
-        each prompt, the most likely ones; None = all. `review` checks finished answers.
-        `receipt_id` names the receipt of the call, if there is to be one.
+        """`open_stream` returns the events of `requests`, as they are when the block is entered.
+        `num_kept`: `finish` returns this many choices of each prompt, the most likely ones; None =
+        all. `review` checks finished answers. `receipt_id` names the receipt of the call, if there
+        is to be one. `is_traceable`: a trace can show what becomes of `requests`, because the
+        backend gets them and no others.
         """
         self.call_id = call_id
         self.receipt_id = receipt_id
+        self.is_traceable = is_traceable
         self.requests = requests
         """The requests of the returned choices, in their order."""
         self._num_kept = num_kept or num_per_prompt
@@ -264,7 +268,7 @@ class Call:
         self._by_id = {
             request.request_id: choice for request, choice in zip(requests, choices, strict=True)
         }
-        self._stream = stream
+        self._open_stream = open_stream
         self._review = review
         self._known_totals: _Totals | None = None
 
@@ -273,10 +277,9 @@ class Call:
         """True if `finish` returns only some of the choices; `deltas` would return all."""
         return self._num_kept < self._num_per_prompt
 
-    @property
-    def is_traceable(self) -> bool:
-        """True if a trace can show what becomes of `requests`."""
-        return self._stream.is_traceable
+    @cached_property
+    def _stream(self) -> EventStream | BeamStream:
+        return self._open_stream(self.requests)
 
     def run_as(
         self, tenant: str, *, traced: bool = False, limits: LatencyLimits = NO_LIMITS
@@ -284,8 +287,13 @@ class Call:
         """Count all sequences as `tenant`'s, have them traced if `traced`, and give each the
         `limits`. Call it before the block is entered.
         """
-        self.requests = [msgspec.structs.replace(each, tenant=tenant) for each in self.requests]
-        self._stream.run_as(tenant, traced=traced, limits=limits)
+        ttft_s, tbt_s = limits
+        self.requests = [
+            msgspec.structs.replace(
+                each, tenant=tenant, traced=traced, ttft_slo_s=ttft_s, tbt_slo_s=tbt_s
+            )
+            for each in self.requests
+        ]
         if self._review is not None:
             self._review.run_as(tenant)
 

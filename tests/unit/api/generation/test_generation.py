@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -153,7 +154,7 @@ def make_call(backend: ScriptedBackend, n: int, stops: tuple[str, ...] = ()) -> 
     asked = [request(f"r-{i}") for i in range(n)]
     options = TextOptions(stops=stops)
     choices = [Choice(i, one, TOKENIZER, options, [EOS]) for i, one in enumerate(asked)]
-    return Call(EventStream(backend, asked), "r", asked, choices, n)
+    return Call(partial(EventStream, backend), "r", asked, choices, n)
 
 
 def test_many_sequences_are_submitted_and_aborted_a_few_a_turn_of_the_loop() -> None:
