@@ -7,7 +7,7 @@ A page is *held* (one or more references), *cached* (no reference, but its conte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
 
 from mooncake.base.blocks import BlockKey
 
@@ -25,6 +25,11 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._page_of)
+
+    @property
+    def pages(self) -> KeysView[int]:
+        """The pages that are published."""
+        return self._key_of.keys()
 
     def match(self, keys: Sequence[BlockKey]) -> list[int]:
         """Return the pages of the longest cached prefix of `keys`."""
@@ -137,6 +142,10 @@ class BlockPool:
     @property
     def num_held(self) -> int:
         return len(self._refs) - self.num_available
+
+    def references(self) -> dict[int, int]:
+        """Return the number of references to each page that has some."""
+        return {page: refs for page, refs in enumerate(self._refs) if refs}
 
     def ref_count(self, page: int) -> int:
         """Return the number of references to `page`."""
@@ -258,9 +267,9 @@ class BlockPool:
         for home, pages in enumerate(self._free):
             if any(page // self._pages_of_home != home for page in pages):
                 raise AssertionError(f"block pool: pages {pages} are free where they do not lie")
-        for page in free:
-            if self._cache.key_of(page) is not None:
-                raise AssertionError(f"block pool: free page {page} is published")
-        for page in self._cached:
-            if self._cache.key_of(page) is None:
-                raise AssertionError(f"block pool: cached page {page} has no key")
+        published = self._cache.pages
+        if not published.isdisjoint(free):
+            raise AssertionError(f"block pool: free pages {published & set(free)} are published")
+        if not self._cached.keys() <= published:
+            without = self._cached.keys() - published
+            raise AssertionError(f"block pool: cached pages {without} have no key")

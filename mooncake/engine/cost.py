@@ -96,6 +96,8 @@ class StepCostModel:
         self._kinds = _Kind(), _Kind()
         """One kind is steps without prompts, the other those with prompts."""
         self._is_stale = False
+        self._in_use: list[Row | None] = [None, None]
+        """The coefficients that each kind of steps is predicted with, as far as they were asked."""
         usable = _usable(profile)
         for sample in usable:
             self._profile.add(_features(sample), sample.seconds, PROFILE_WEIGHT / len(usable))
@@ -148,6 +150,7 @@ class StepCostModel:
         self._has_samples = self._is_stale = True
         for kind in self._kinds:
             kind.choose()
+        self._in_use = [None, None]
 
     def rest(self) -> None:
         """Predict without the latest errors until steps are measured again: how fast the machine is
@@ -155,6 +158,7 @@ class StepCostModel:
         """
         for kind in self._kinds:
             kind.rest()
+        self._in_use = [None, None]
 
     def sample_s(self, sample: CostSample) -> float:
         """Return the predicted seconds of a step of a sample's size."""
@@ -216,7 +220,12 @@ class StepCostModel:
 
     def _of_kind(self, has_prompts: bool) -> tuple[float, ...]:
         """Return all coefficients with which steps of one kind are predicted now."""
-        kind = self._kinds[has_prompts]
+        found = self._in_use[has_prompts]
+        if found is None:
+            found = self._in_use[has_prompts] = self._choose(self._kinds[has_prompts])
+        return found
+
+    def _choose(self, kind: _Kind) -> Row:
         if kind.way is _Way.STARTED:
             return self._started
         fixed, *others = self._newest_fit()

@@ -209,6 +209,10 @@ class Buckets:
         if len(left):
             self._numbers[left * ROW_NUMBERS + LEFT] = 1
 
+    def content(self) -> bytes:
+        """Return the bytes of all buckets and the number of keys (for checks)."""
+        return self._words.tobytes() + self.count.to_bytes(8)
+
     def entries(self) -> tuple[Words, Numbers]:
         """Return the keys and their numbers (for checks)."""
         assert not self._rows[-1].any(), "something is in the row that is no bucket"

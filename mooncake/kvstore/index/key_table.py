@@ -110,6 +110,11 @@ class KeyTable:
         self._filter = KeyFilter()
         """A filter over the homeless keys."""
         self._max_homeless = MAX_HOMELESS
+        self._checked = b""
+        """The content that `check_integrity` found in order, which it need not look through again
+        as long as it stays so.
+        """
+        self._checked_numbers = np.zeros(0, np.uint32)
 
     def __len__(self) -> int:
         old = self._old.count if self._old is not None else 0
@@ -239,8 +244,13 @@ class KeyTable:
         """Raise AssertionError when a key is stored twice, or where it would not be found. Return
         the numbers of all keys.
         """
+        small = self._old is None and not self._homeless
+        content = self._table.content() if small else b""
+        if content and content == self._checked:
+            return self._checked_numbers
         words, numbers = self.entries()
         assert len(set(zip(*words.T.tolist(), strict=True))) == len(words), "a key is there twice"
         assert len(words) == len(self), "keys are miscounted"
         assert np.array_equal(self.get(words), numbers), "a key would not be found"
+        self._checked, self._checked_numbers = content, numbers
         return numbers

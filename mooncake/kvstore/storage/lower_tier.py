@@ -571,12 +571,12 @@ class LowerTier:
         assert (len(writing), len(loading)) == (self._num_writing, self._num_loading)
         states = {key: record.state for key, record in self._records.items()}
         for keys, some in (
-            (self._due, {State.DUE}),
-            (writing, {State.WRITING, State.WRITING_REMOVED}),
-            (loading, {State.LOADING, State.LOADING_REMOVED}),
+            (self._due, (State.DUE,)),
+            (writing, (State.WRITING, State.WRITING_REMOVED)),
+            (loading, (State.LOADING, State.LOADING_REMOVED)),
         ):
             assert sorted(keys) == sorted(key for key, state in states.items() if state in some)
-        in_dram = {State.DUE, State.WRITING}
+        in_dram = State.DUE, State.WRITING
         assert all(self._dram.has(key) == (state in in_dram) for key, state in states.items())
         going = Counter(move.key for move in self._moves.values() if isinstance(move, _Erase))
         for move in self._moves.values():
