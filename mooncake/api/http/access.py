@@ -21,6 +21,7 @@ from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.errors import forbidden
 from mooncake.api.http.limits import Account, InFlight, Limited, Shares
 from mooncake.api.http.repeats import HEADER, Repeats
+from mooncake.api.http.request_body import says_json
 from mooncake.api.http.response import ErrorResponse
 from mooncake.base import Clock, IdSource, MooncakeError, Priority, Unauthorized
 from mooncake.telemetry.audit import OPERATOR_ROUTE, audit
@@ -139,7 +140,8 @@ class Access:
     needed.
 
     If no key is needed and only this machine is served, `Host` must name this machine: another site
-    may make its own name resolve to 127.0.0.1.
+    may make its own name resolve to 127.0.0.1. If no key is needed, a page of another site may send
+    only what its browser asks for first.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Access:
         self._app = app
         self._repeats = Repeats(app, config)
         self._is_local = _is_loopback(config.host)
+        self._origins = frozenset(config.cors_origins)
         self._requests = Shares(config.max_concurrent, least=1)
         self._bodies = Shares(config.max_inflight_body_bytes, LEAST_BODY_BYTES)
         self._logprobs = Shares(config.max_inflight_logprob_bytes, LEAST_LOGPROB_BYTES)
@@ -185,6 +188,13 @@ class Access:
             error: MooncakeError = forbidden(
                 "without API keys this server answers to the names of its own machine only: send "
                 "'Host: localhost', or set `api-key`",
+            )
+            await ErrorResponse(error)(scope, receive, named_send)
+            return
+        if not len(self._keyring) and self._is_of_another_site(scope, headers):
+            error = forbidden(
+                "without API keys no page of another site may send this: name its origin in "
+                "`allowed-origins`, or set `api-key`",
             )
             await ErrorResponse(error)(scope, receive, named_send)
             return
@@ -226,6 +236,16 @@ class Access:
                 await app(scope, receive, named_send)
         except Limited as limited:
             await ErrorResponse(limited)(scope, receive, named_send)
+
+    def _is_of_another_site(self, scope: Scope, headers: Headers) -> bool:
+        """Return whether a page of another site may have sent a POST. Browsers name its `Origin`,
+        and ask first only for a body of JSON.
+        """
+        origin = headers.get("origin")
+        if scope["method"] != "POST" or origin is None or says_json(headers):
+            return False
+        is_own = origin.partition("://")[2] == headers.get("host")
+        return not is_own and not {origin, "*"} & self._origins
 
     @contextlib.contextmanager
     def _entered(

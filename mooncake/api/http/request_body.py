@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from mooncake.api.api_server import ApiServer
@@ -110,6 +111,19 @@ async def read_body(request: Request, kind: type[Body], api_server: ApiServer) -
     return fields
 
 
+def media_type(headers: Headers) -> str:
+    """Return the `Content-Type` without its parameters."""
+    return headers.get("content-type", "").split(";", 1)[0].strip().lower()
+
+
+def says_json(headers: Headers) -> bool:
+    """Return whether a body is said to be JSON. A browser asks before it sends such a body to
+    another site.
+    """
+    media = media_type(headers)
+    return media == "application/json" or media.endswith("+json")
+
+
 async def read_json(request: Request, config: ApiConfig) -> tuple[bytes, JsonCost]:
     """Read the body of `request` within the limits and return it with its cost. It is said to be
     JSON, and is not parsed here.
@@ -118,9 +132,8 @@ async def read_json(request: Request, config: ApiConfig) -> tuple[bytes, JsonCos
         MooncakeError: 413 too large, 415 not JSON, 429 too much in memory.
         ClientDisconnect: the client has left.
     """
-    content_type = request.headers.get("content-type", "")
-    media = content_type.split(";", 1)[0].strip().lower()
-    if media != "application/json" and not media.endswith("+json"):
+    if not says_json(request.headers):
+        media = media_type(request.headers)
         raise ApiError(
             415,
             "UnsupportedMediaTypeError",

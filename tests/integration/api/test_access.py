@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import re
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -42,6 +43,15 @@ from tests.support.api.server import (
 
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
+ANSWERS: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, ASK),
+    (CHAT, ASK | {"use_beam_search": True, "best_of": 2}),
+    ("/v1/completions", {"prompt": "hi"}),
+    ("/v1/completions", {"prompt": "hi", "use_beam_search": True, "best_of": 2}),
+    ("/v1/responses", {"input": "hi"}),
+    ("/v1/messages", ASK | {"model": "tiny", "max_tokens": 5}),
+]
+"""Bodies for all routes that give answers."""
 LIMIT_S = 60.0
 LONG_TOKEN = tiny_tokenizer().special_id("<|tool_calls_section_begin|>")
 
@@ -113,31 +123,49 @@ def test_requests_run_for_the_tenant_of_their_key() -> None:
     asyncio.run(main())
 
 
-def test_a_key_asks_for_its_own_classes_only() -> None:
+@pytest.mark.parametrize(("path", "body"), ANSWERS)
+def test_a_key_asks_for_its_own_classes_only(path: str, body: dict[str, Any]) -> None:
+    premium, interactive, batch = Priority.PREMIUM, Priority.INTERACTIVE, Priority.BATCH
+    named = {"premium": premium, "interactive": interactive, "batch": batch}
+
     async def main() -> None:
         backend = ScriptedBackend(says("hello"))
-        keys = (key("alice"), key("vip", priorities=(Priority.PREMIUM, Priority.BATCH)))
+        keys = (key("alice"), key("vip", priorities=(premium, batch)))
         async with limited_api_server(backend, *keys) as client:
-            for name, fields, refused in (
-                ("alice", {}, None),
-                ("alice", {"priority": 0, "service_tier": "priority"}, None),
-                ("alice", {"service_tier": "priority"}, "premium"),
-                ("alice", {"priority": -1, "n": 2}, "premium"),
-                ("alice", {"service_tier": "flex", "stream": True}, "batch"),
-                ("vip", {"service_tier": "priority"}, None),
-                ("vip", {"priority": "batch"}, None),
-                ("vip", {}, "interactive"),
+            for name, fields, asked, is_allowed in (
+                ("alice", {}, "interactive", True),
+                ("alice", {"priority": 0}, "interactive", True),
+                ("alice", {"priority": "premium"}, "premium", False),
+                ("alice", {"priority": -1}, "premium", False),
+                ("alice", {"priority": "batch", "stream": True}, "batch", False),
+                ("vip", {"priority": "premium", "stream": True}, "premium", True),
+                ("vip", {"priority": "batch"}, "batch", True),
+                ("vip", {}, "interactive", False),
             ):
-                reply = await client.post(CHAT, json=ASK | fields, headers=bearer(name))
-                if refused is None:
+                num_before = len(backend.requests)
+                reply = await client.post(path, json=body | fields, headers=bearer(name))
+                if is_allowed:
                     assert reply.status_code == 200, reply.text
+                    assert backend.requests[num_before].priority is named[asked]
                     continue
                 assert reply.status_code == 403
-                assert reply.json()["error"]["param"] == "priority"
-                assert f"may not ask for {refused}" in reply.json()["error"]["message"]
-        classes = [request.priority for request in backend.requests]
-        premium, batch = Priority.PREMIUM, Priority.BATCH
-        assert classes == [Priority.INTERACTIVE, Priority.INTERACTIVE, premium, batch]
+                assert f"may not ask for {asked}" in reply.json()["error"]["message"]
+                assert len(backend.requests) == num_before
+
+    asyncio.run(main())
+
+
+def test_openai_s_names_of_classes_count_too() -> None:
+    async def main() -> None:
+        backend = ScriptedBackend(says("hello"))
+        async with limited_api_server(backend, key("alice")) as client:
+            for tier, refused in (("default", None), ("priority", "premium"), ("flex", "batch")):
+                fields = {"service_tier": tier, "n": 2}
+                reply = await client.post(CHAT, json=ASK | fields, headers=bearer("alice"))
+                assert reply.status_code == (200 if refused is None else 403)
+                if refused is not None:
+                    assert reply.json()["error"]["param"] == "priority"
+                    assert f"may not ask for {refused}" in reply.json()["error"]["message"]
 
     asyncio.run(main())
 
@@ -464,6 +492,38 @@ def test_the_cluster_is_shown_to_operators_only() -> None:
     asyncio.run(main())
 
 
+def test_every_route_needs_a_key_but_those_that_the_documents_name() -> None:
+    open_paths = {
+        "/", "/health", "/health/startup", "/health/ready", "/health/live", "/ping", "/metrics",
+        "/version", "/docs", "/openapi.json", "/page/x",
+    }  # fmt: skip
+    operators = {
+        "/v1/cluster/status", "/v1/cluster/events", "/v1/cluster/bundles/x", "/pause", "/resume",
+        "/sleep", "/wake_up", "/is_paused", "/is_sleeping", "/update_weights",
+    }  # fmt: skip
+
+    async def main() -> None:
+        app = create_app(ScriptedBackend(says("hello")), tiny_model(), ApiConfig(keys=(key("a"),)))
+        seen: set[str] = set()
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for route in app.routes:
+                path = re.sub(r"{[^}]*}", "x", route.path)
+                seen.add(path)
+                for method in sorted(route.methods):
+                    for name in ("", "nobody"):
+                        reply = await client.request(method, path, headers=bearer(name))
+                        needs_one = path not in open_paths or (path, name) == ("/metrics", "nobody")
+                        assert (reply.status_code == 401) == needs_one, (method, path, name)
+                    reply = await client.request(method, path, headers=bearer("a"))
+                    refused = "use an operator's key" in reply.text
+                    assert refused == (path in operators), (method, path)
+                    assert reply.status_code != 401
+        assert open_paths | operators <= seen
+
+    asyncio.run(main())
+
+
 def test_metrics_show_tenants_to_operators_only() -> None:
     async def main() -> None:
         async def shows_tenants(client: httpx.AsyncClient, **headers: str) -> bool:
@@ -775,5 +835,40 @@ def test_without_keys_only_names_of_this_machine_are_answered() -> None:
         async with limited_api_server(backend, key("alice")) as client:
             headers = {"Host": "llm.example", **bearer("alice")}
             assert (await client.post(CHAT, json=ASK, headers=headers)).is_success
+
+    asyncio.run(main())
+
+
+def test_without_keys_no_page_of_another_site_sends_what_its_browser_does_not_ask_for() -> None:
+    """Neither a form nor an empty body, to any route. The server's own page and allowed ones do."""
+    own, allowed = "http://localhost:8000", "https://app.example"
+    form = {"files": {"file": ("x.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+    sent: list[dict[str, Any]] = [{}, form, {"content": b"{}", "headers": {"Content-Type": ""}}]
+
+    async def main() -> None:
+        backend = ScriptedBackend(says("hello"))
+        app = create_app(backend, tiny_model(), ApiConfig(port=0, cors_origins=(allowed,)))
+        paths = [route.path for route in app.routes if "POST" in route.methods]
+        assert {"/v1/files", "/v1/batches/{batch_id}/cancel", "/sleep", CHAT} <= {*paths}
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url=own) as client:
+            for path in paths:
+                for origin, refused in (
+                    ("https://evil.example", True), ("http://localhost:3000", True),
+                    ("null", True), (own, False), (allowed, False), (None, False),
+                ):  # fmt: skip
+                    for body in sent:
+                        named = {
+                            **body.get("headers", {}),
+                            **({"Origin": origin} if origin else {}),
+                        }
+                        reply = await client.post(path, **{**body, "headers": named})
+                        assert ("no page of another site" in reply.text) == refused, (path, origin)
+                        assert reply.status_code == 403 or not refused
+            foreign = {"Origin": "https://evil.example"}
+            assert (await client.post(CHAT, json=ASK, headers=foreign)).is_success, "it was asked"
+        async with limited_api_server(backend, key("alice")) as client:
+            reply = await client.post("/v1/files", headers=foreign | bearer("alice"), **form)
+            assert "batch-dir" in reply.text, "no page has the key of others"
 
     asyncio.run(main())
