@@ -230,9 +230,10 @@ def test_complete_answers_are_kept_and_errors_are_not(path: str, stream: bool) -
             assert b"hello" in whole.content
             assert again.content == whole.content
             assert len(backend.requests) == 2 * num_broken
-            other = await client.post(path, json={**body, "temperature": 0.5}, headers=KEY)
-            assert other.status_code == 422
-            assert "take a new key" in other.text
+            for where, asked in ((path, {**body, "temperature": 0.5}), ("/tokenize", body)):
+                other = await client.post(where, json=asked, headers=KEY)
+                assert other.status_code == 422
+                assert "take a new key" in other.text
 
     asyncio.run(main())
 

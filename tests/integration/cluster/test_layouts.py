@@ -33,14 +33,20 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [random.randrange(512) for _ in range(length)]
 
 
-def tokens_of_all(cluster: ModelCluster, **sampling: Any) -> list[list[int]]:
-    """Send all prompts at once and return their tokens."""
+def tokens_of_all(
+    cluster: ModelCluster, *, is_cached: bool = False, **sampling: Any
+) -> list[list[int]]:
+    """Send all prompts at once and return their tokens. `is_cached`: each full block of a prompt,
+    but for the last token, must come from a cache.
+    """
     answers = [
         cluster.submit(request(f"r{length}", prompt(length), NUM_TOKENS, **sampling))
         for length in LENGTHS
     ]
-    for answer in answers:
-        answer.final()
+    cached = [answer.final().num_cached_tokens for answer in answers]
+    block = cluster.layout.block_tokens
+    if is_cached:
+        assert cached == [(length - 1) // block * block for length in LENGTHS]
     return [answer.tokens for answer in answers]
 
 
@@ -77,7 +83,8 @@ def test_any_layout(
         model, prefill, decode, kvstore=kvstore, max_model_len=MAX_MODEL_LEN
     ) as cluster:
         assert tokens_of_all(cluster, **SAMPLINGS[sampling]) == truth[sampling]
-        assert tokens_of_all(cluster, **SAMPLINGS[sampling]) == truth[sampling], "from the cache"
+        again = tokens_of_all(cluster, is_cached=True, **SAMPLINGS[sampling])
+        assert again == truth[sampling], "from the cache"
 
 
 @pytest.mark.parametrize("chunk_tokens", [16, 64, 4096])

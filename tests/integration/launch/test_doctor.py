@@ -30,6 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "k2.yaml").write_text(yaml.safe_dump(told))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MOONCAKE_API_KEY", "from-the-environment")
+    monkeypatch.setenv("OTHER_PROGRAM", "of-no-setting")
     monkeypatch.setattr(doctor, "DISK_BYTES", 2**20)
     assert cli.run(["cluster", "init", "k2.yaml"]) == 0
     monkeypatch.chdir(tmp_path / "k2" / "here")
@@ -115,10 +116,15 @@ def test_a_support_bundle_holds_no_secret(folder: Path, capsys: pytest.CaptureFi
         for line in file.read_text().splitlines()[1:-1]
     ]
     secrets = [
-        *((folder / f"{role}.credential").read_text() for role in ("gateway", "worker")),
+        *(
+            (folder / f"{role}.credential").read_text().partition(":")[2][:60]
+            for role in ("gateway", "worker")
+        ),
+        (folder.parent / "authority" / "secret").read_text().strip(),
         "k3y-of-the-api", "t0ken", "c0mmand-token",
-        "from-the-environment", *keys,
+        "from-the-environment", "of-no-setting", *keys,
     ]  # fmt: skip
+    assert all(secrets)
     for name, text in content.items():
         assert not [each for each in secrets if each in text], name
     assert cli.run(["doctor", "--bundle", "support.tar.gz"]) == 2, "no file is written over"

@@ -11,11 +11,21 @@ import pytest
 from mooncake.base import MonotonicClock
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, certify, issue, own_credential
+from mooncake.transfer import factory
 from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
+from mooncake.transfer.net.endpoint import ListenAddress
+from mooncake.transfer.net.handshake import Credentials
+from mooncake.transfer.net.io_loop import IoLoop
+from mooncake.transfer.rdma.backend import RdmaBackend
+from mooncake.transfer.rdma.memory import RdmaMemory
+from mooncake.transfer.rdma.settings import RdmaSettings
+from mooncake.transfer.regions import RegionTable
 from mooncake.transfer.router import RoutedTransfer
+from mooncake.transfer.topology import Place, build_matrix
 from tests.support.kvstore.pool_process import until
 from tests.support.transfer.driving import move
+from tests.support.transfer.fake_nics import FakeFabric, FakeNic
 
 WORKER = CredentialRole.WORKER
 SIZE = 4096
@@ -36,8 +46,8 @@ class Engine:
     def num_sessions(self) -> int:
         """What others have open with us."""
         (backend,) = self.transfer.backends
-        name = "num_connections" if backend.protocol == "tcp" else "num_sessions"
-        return int(getattr(backend, name))
+        of = getattr(backend, "_server" if backend.protocol == "tcp" else "_owner")
+        return int(of.listener.num_sessions)
 
     def write_to(self, owner: Engine) -> str | None:
         """Write some bytes; return why not."""
@@ -45,10 +55,26 @@ class Engine:
         return move(self.transfer, Op.WRITE, owner.transfer.segment, ops).error
 
 
-@pytest.fixture(params=["tcp", "shm"])
+@pytest.fixture(params=["tcp", "shm", "rdma"])
 def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     monkeypatch.setattr("mooncake.transfer.net.standing.LOOK_S", 0.1)
     opened: list[Engine] = []
+    fabric = FakeFabric()
+
+    def with_a_stand_in(
+        credentials: Credentials,
+        table: RegionTable,
+        loop: IoLoop,
+        router: RoutedTransfer,
+        settings: RdmaSettings,
+        listen: ListenAddress,
+    ) -> RdmaBackend:
+        nic = FakeNic(fabric, credentials.engine_id, 0)
+        matrix = build_matrix([Place(name=nic.address.name, numa_node=0)])
+        memory = RdmaMemory(table, [nic], matrix)
+        return RdmaBackend(credentials, memory, [nic], loop, router, settings, listen)
+
+    monkeypatch.setattr(factory, "open_rdma", with_a_stand_in)
 
     def make(name: str, credential: Credential) -> Engine:
         opened.append(Engine(name, credential, request.param))

@@ -172,6 +172,16 @@ class ModelCluster:
                 )
         return total
 
+    def kill_what_decodes(self) -> None:
+        """End a decode worker that has a sequence, as a crash would."""
+        for worker_id in self.workers.worker_ids:
+            if worker_id.startswith(Role.DECODE.value) and self.workers.call(
+                worker_id, lambda machine, _: machine.instance.load().num_running
+            ):
+                self.workers.kill(worker_id)
+                return
+        raise AssertionError("no decode worker has a sequence")
+
     def checksums(self, worker_id: str, tokens: Sequence[int]) -> list[int]:
         """Return the checksum of each leading block of `tokens` that an engine holds."""
         keys = block_keys(self.layout.fingerprint, tokens, self.layout.block_tokens)
