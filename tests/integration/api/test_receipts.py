@@ -157,10 +157,13 @@ def test_a_key_sees_the_receipts_of_its_tenant_and_an_operator_all() -> None:
         path = f"/v1/requests/{name}/receipt"
         assert (await client.get(path, headers=of("ann"))).json()["tenant"] == "one"
         assert (await client.get(path, headers=of("boss"))).json()["tenant"] == "one"
-        hidden = await client.get(path, headers=of("bob"))
+        receipt = (await client.get(path, headers=of("ann"))).json()
         nowhere = await client.get("/v1/requests/gw-none/receipt", headers=of("bob"))
-        assert hidden.status_code == nowhere.status_code == 404
-        assert hidden.text.replace(name, "gw-none") == nowhere.text, "nothing says that it is there"
+        for each in (name, receipt["call_id"], receipt["sequences"][0]["request_id"]):
+            hidden = await client.get(f"/v1/requests/{each}/receipt", headers=of("bob"))
+            assert hidden.status_code == nowhere.status_code == 404
+            said = hidden.text.replace(each, "gw-none")
+            assert said == nowhere.text, "nothing says that it is there"
         assert (await client.get(path)).status_code == 401
 
     run(ask, keys=KEYS)
