@@ -13,10 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from mooncake.base import ConfigError
 from mooncake.cli.command import Command
+from mooncake.engine.config import SpeculativeConfig
 from mooncake.launch.config import options
 from mooncake.launch.config.config import read_settings, resolve
 from mooncake.launch.config.options import OneOf, same_as, setting, text, truth
@@ -53,6 +55,8 @@ class Compile:
         ServeConfig, "decode_context_parallel_size", ENGINE)
     pipeline_parallel_size: int = same_as(ServeConfig, "pipeline_parallel_size", ENGINE)
     deterministic: bool = same_as(ServeConfig, "deterministic", ENGINE)
+    speculative_config: SpeculativeConfig | None = same_as(
+        ServeConfig, "speculative_config", ENGINE)
     gpu: str | None = setting(None, OneOf(*HARDWARE), RESULT, "NAME",
         "compile the kernels of this GPU (its SXM form); without it the code of CPUs is compiled")
     output: str = setting("", text, RESULT, "DIR",
@@ -157,10 +161,9 @@ def _launch_all(plan: ServePlan, config: ServeConfig) -> None:
     model = plan.model
     for role, memory in plan.ranks.items():
         engine = dataclasses.replace(plan.engine_of(role), max_batched_tokens=most)
-        made, backends = model_without_numbers(
-            model.spec, model.quantization, model.dtype, plan.options, memory.shape
-        )
-        run_steps(made, backends, plan.layout, engine, graphs=plan.options.graphs)
+        options = msgspec.structs.replace(plan.options, shape=memory.shape)
+        made = model_without_numbers(model.spec, model.quantization, model.dtype, options)
+        run_steps(*made, plan.layout, engine, options)
 
 
 COMMANDS = (

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import torch
@@ -16,8 +17,9 @@ from mooncake_kernels.dispatch import TRITON
 from mooncake.base import ConfigError, KvLayout, ModelSpec, Shape
 from mooncake.base.kv_layout import Home
 from mooncake.engine.config import EngineConfig
-from mooncake.engine.ranks.step_log import CapturedSizes, Measure
+from mooncake.engine.ranks.step_log import Measure
 from mooncake.model.backends import Backends, settle
+from mooncake.model.checkpoint.eagle3 import Eagle3Files
 from mooncake.model.checkpoint.quant import QuantizedWeight
 from mooncake.model.checkpoint.quant_format import (
     FP8_BLOCK,
@@ -29,8 +31,11 @@ from mooncake.model.checkpoint.quant_format import (
 )
 from mooncake.model.checkpoint.tensor_cuts import Part
 from mooncake.model.checkpoint.weights import SPEC_DTYPES
+from mooncake.model.copies import HostCopies
 from mooncake.model.device.graphs import Replay
-from mooncake.model.device.prefill_graphs import MOST_TOKENS
+from mooncake.model.drafts.eagle3 import Eagle3Head
+from mooncake.model.drafts.layers import draft_layer
+from mooncake.model.drafts.model_drafts import DraftLayer
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler, sampling_ops
@@ -39,7 +44,7 @@ from mooncake.model.measuring import measure_memory
 from mooncake.model.memory import GpuMemory
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.group import Solo
-from mooncake.model.running.computed_step import capture_steps
+from mooncake.model.running.computed_step import capture_steps, captured_sizes
 
 META = torch.device("meta")
 _SAMPLED_ROWS = 4
@@ -116,6 +121,13 @@ class _AtOnce:
         yield work()
 
 
+class _ToMeta(HostCopies):
+    """Copies of shapes."""
+
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(META)
+
+
 class _Once:
     """Captures and measures nothing: it runs each step once."""
 
@@ -129,16 +141,18 @@ class _Once:
 
 
 def model_without_numbers(
-    spec: ModelSpec, stored: QuantFormat | None, dtype: str, options: ModelOptions, shape: Shape
-) -> tuple[KimiK2, Backends]:
-    """Return one rank's part of a model of `shape`, and what computes it on a GPU. It has few
-    layers: those that are alike have the same kernels, and so have stages and a whole model.
-    stored: the format of the weights.
+    spec: ModelSpec, stored: QuantFormat | None, dtype: str, options: ModelOptions
+) -> tuple[KimiK2, Eagle3Head | None, Backends]:
+    """Return a rank's part of a model, with the MTP layer or the head that drafts for it, and what
+    computes it on a GPU. It has few layers: those that are alike have the same kernels, and so have
+    stages and a whole model. stored: the format of the weights.
 
     Raises:
+        CheckpointError: the head is not complete, or that of another model.
         ConfigError: these settings use other kernels than Triton's, or ranks of several instances
             share the experts.
     """
+    shape = options.shape
     if shape.ep > 1 or options.experts_apart:
         raise ConfigError(
             "compile does not know the steps of engines that share experts or keep them in DRAM: "
@@ -158,31 +172,45 @@ def model_without_numbers(
             "attention-backend, moe-backend: only Triton's kernels are compiled ahead; use auto"
         )
     few = max(1, spec.first_k_dense_replace) + 2  # of experts one in the middle, and the last
-    spec = msgspec.structs.replace(spec, num_hidden_layers=min(few, spec.num_hidden_layers))
+    shown = msgspec.structs.replace(spec, num_hidden_layers=min(few, spec.num_hidden_layers))
     model = load_model(
-        ShapesOnly(spec, stored), dtype=made, device=META, backends=backends,
+        ShapesOnly(shown, stored), dtype=made, device=META, backends=backends,
         group=SilentRanks(shape.tp) if shape.tp > 1 else None,
         shape=Shape(tp=shape.tp, dcp=shape.dcp),
+        with_mtp=options.with_mtp,
     )  # fmt: skip
-    return model, backends
+    head = None
+    if options.draft_model is not None:
+        head = Eagle3Head(Eagle3Files.open(Path(options.draft_model), spec), model, backends)
+    return model, head, backends
 
 
 def run_steps(
-    model: KimiK2, backends: Backends, layout: KvLayout, engine: EngineConfig, *, graphs: bool
+    model: KimiK2,
+    head: Eagle3Head | None,
+    backends: Backends,
+    layout: KvLayout,
+    engine: EngineConfig,
+    options: ModelOptions,
 ) -> None:
     """Launch what a rank of an engine with these limits launches until it serves, which is all that
-    its requests launch (see `measuring`), but for what makes drafts. graphs: whether it captures
-    steps.
+    its requests launch (see `measuring`).
     """
     homes, sequences = engine.num_homes, engine.max_num_seqs
     asked = Measure(layout, homes, engine.max_batched_tokens, sequences, engine.max_model_len)
-    measure_memory(model, _Once(), asked)
+    drafted = 0 if engine.speculation is None else sequences
+
+    def drafts(kv: KvTensors) -> DraftLayer | None:
+        return draft_layer(model, head, kv, drafted, _ToMeta())
+
+    measure_memory(model, _Once(), asked, open_drafts=drafts)
     vocab = model.spec.vocab_size
     with torch.inference_mode():
-        if graphs and model.spec.rope_interleave:
-            kv = KvTensors.allocate(layout, 1, META, Home(0, homes))
-            tokens = min(MOST_TOKENS, engine.max_batched_tokens) if homes == 1 else 0
-            pages = engine.num_pages(engine.max_model_len)
-            capture_steps(model, kv, _Once(), CapturedSizes(sequences, pages, tokens), None)
+        kv = KvTensors.allocate(layout, 1, META, Home(0, homes))
+        layer = drafts(kv)
+        reads = () if layer is None else layer.reads
+        sizes = captured_sizes(model, backends, options, engine, reads)
+        if sizes.most_rows:
+            capture_steps(model, kv, _Once(), sizes, _ToMeta(), layer, reads)
         sampler = Sampler(vocab, ops=sampling_ops(backends))
         sampler.try_out(torch.zeros(_SAMPLED_ROWS, vocab))

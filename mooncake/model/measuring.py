@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
 import torch
 
 from mooncake.base.kv_layout import Home
 from mooncake.engine.plan import StepSlot
 from mooncake.engine.ranks.step_log import Measure
+from mooncake.model.drafts.model_drafts import DraftLayer
 from mooncake.model.inputs import build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
@@ -40,13 +42,15 @@ def measure_memory(
     asked: Measure,
     group: Group | None = None,
     sample: Callable[[torch.Tensor], None] = lambda _: None,
+    open_drafts: Callable[[KvTensors], DraftLayer | None] = lambda _: None,
 ) -> list[GpuMemory]:
     """Return the memory of each rank, in their order. All ranks call this at once.
 
     The steps use temporary pages, which count as free. All sequences share the pages of one
     context, and all layers share one layer. There are logits for as many rows as there may be
     sequences. `sample` handles them as the sampling rank does. A rank that holds only routed
-    experts computes these for the others.
+    experts computes these for the others. open_drafts: returns what drafts over some pages, if this
+    rank has it; it computes the rows of each step, too.
 
     Raises:
         GroupError: another rank was lost.
@@ -55,6 +59,7 @@ def measure_memory(
     with torch.inference_mode():
         model.connect()
         kv = _shared_pages(model, asked, home)
+        drafts = open_drafts(kv)
         rule = model.prefers_absorbed
 
         def run(slots: Sequence[StepSlot]) -> None:
@@ -66,6 +71,8 @@ def measure_memory(
             hidden = model.forward(inputs.to(model.device), kv)
             if model.stage.is_last:
                 sample(model.logits(hidden[: asked.step_sequences]))
+            if drafts is not None:
+                _draft(drafts, slots, hidden)
 
         def largest() -> None:
             for slots in largest_steps(asked):
@@ -81,6 +88,19 @@ def measure_memory(
         mine = [own.total_bytes, own.resident_bytes, own.step_bytes]
         everyone = group.gather(torch.tensor(mine, device=model.device))
     return [GpuMemory(*each) for each in everyone.view(-1, 3).tolist()]
+
+
+def _draft(layer: DraftLayer, slots: Sequence[StepSlot], like: torch.Tensor) -> None:
+    """Compute a step's rows of the layer that drafts, after any states."""
+    most = layer.window or max(len(slot.tokens) for slot in slots)
+    last = [
+        msgspec.structs.replace(
+            slot, start=slot.start + max(0, len(slot.tokens) - most), tokens=slot.tokens[-most:]
+        )
+        for slot in slots
+    ]
+    rows = sum(len(slot.tokens) for slot in last)
+    layer.compute(last, layer.states(like.new_zeros(rows, len(layer.reads) * like.shape[1])))
 
 
 def largest_steps(asked: Measure) -> list[list[StepSlot]]:

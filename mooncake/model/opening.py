@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from mooncake_kernels.dispatch import TRITON
 from mooncake_kernels.native import build
 from mooncake_kernels.native.measured import Timing, timings
 
@@ -29,9 +28,9 @@ from mooncake.model.checkpoint.weights import SPEC_DTYPES, Checkpoint
 from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.device.graphs import most_rows
 from mooncake.model.device.pages import PageMemory
-from mooncake.model.device.prefill_graphs import MOST_TOKENS
 from mooncake.model.drafts.eagle3 import Eagle3Head
 from mooncake.model.drafts.layers import draft_layer, load_head
+from mooncake.model.drafts.model_drafts import DraftLayer
 from mooncake.model.grammars.following import Grammars
 from mooncake.model.grammars.grammar_tokens import load_grammar_tokens
 from mooncake.model.kimi_k2 import KimiK2
@@ -44,7 +43,7 @@ from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.lead import Lead
 from mooncake.model.parallel.peers import Peers
 from mooncake.model.rank_device import RankDevice
-from mooncake.model.running.computed_step import capture_steps
+from mooncake.model.running.computed_step import capture_steps, captured_sizes
 from mooncake.model.running.follower import join_experts
 from mooncake.model.running.runner import ModelRunner
 from mooncake.model.warm_up import Limits, warm_up
@@ -241,11 +240,15 @@ class ModelSource:
             layout, homes, config.max_batched_tokens, config.max_num_seqs, config.max_model_len,
             self._most_drafted(config),
         )  # fmt: skip
-        model, sampler = self._model, self._sampler(self._device.open_copies())
+        model, copies = self._model, self._device.open_copies()
+        sampler = self._sampler(copies)
         group = None if self.lead is None else self.lead.group
 
+        def drafts(kv: KvTensors) -> DraftLayer | None:
+            return draft_layer(model, self._head, kv, asked.num_drafted, copies or HostCopies())
+
         def measure() -> list[GpuMemory]:
-            return measure_memory(model, meter, asked, group, sampler.try_out)
+            return measure_memory(model, meter, asked, group, sampler.try_out, drafts)
 
         ranks = measure() if self.lead is None else self.lead.measure(asked, measure)
         if not self._options.measure_pages or not model.has_rest:
@@ -262,20 +265,20 @@ class ModelSource:
         return each * homes
 
     def _draft_bytes(self, config: EngineConfig) -> int:
-        """Return what drafts take on a rank of the last stage beside what was measured: a head's
-        windows, and the logits and states of the rows that captured steps have for drafts.
+        """Return what captured steps with drafts take on a rank of the last stage beside what was
+        measured: copies of a head's windows, and logits and states of the rows for drafts.
         """
         if config.speculation is None:
             return 0
         assert self._model is not None
         spec, item, head = self._model.spec, self._dtype.itemsize, self._head
-        windows, num_states = 0, 0 if self._model.mtp is None else 2
+        copied, num_states = 0, 0 if self._model.mtp is None else 2
         if head is not None:
-            windows = head.spec.window_bytes(config.max_num_seqs, item)
+            copied = head.spec.copied_bytes(config.max_num_seqs, item)
             num_states = len(head.spec.layers) + 1
         rows = most_rows(config.max_num_seqs, config.speculation.num_speculative_tokens)
         logits = (rows - config.max_num_seqs) * spec.vocab_size * torch.float32.itemsize
-        return windows + logits + rows * num_states * spec.hidden_size * item
+        return copied + logits + rows * num_states * spec.hidden_size * item
 
     def runner(
         self,
@@ -310,7 +313,9 @@ class ModelSource:
         copies = self._device.open_copies()
         layer = draft_layer(model, self._head, kv, drafted, copies or HostCopies())
         reads = () if layer is None else layer.reads
-        sizes = self._captured(config, reads)
+        sizes = CapturedSizes()
+        if self._device.is_gpu:
+            sizes = captured_sizes(model, self._device.backends, self._options, config, reads)
         if self.lead is not None:
             own = self._options.own_memories
             if descriptor is None and not own:
@@ -362,23 +367,3 @@ class ModelSource:
         ranks = join_experts(self._options, 0, peers.number, peers.descriptor, peers.timeout_s)
         peers.use(ranks.all)
         return ranks
-
-    def _captured(self, config: EngineConfig, reads: tuple[int, ...]) -> CapturedSizes:
-        """Return what steps are captured: none where the device or the backends do not allow any,
-        or the host computes experts. None with prompts where `reads` names states that drafts are
-        made from, or ranks share contexts out and gather those of prompts, are stages, or share
-        experts with ranks of other instances, which have prompts of other sizes. None at all yet
-        where other workers hold the experts.
-        """
-        model, shape = self._model, self._options.shape
-        assert model is not None
-        kernels = (self._device.backends.attention, self._device.backends.moe)
-        can = self._device.is_gpu and kernels == (TRITON, TRITON) and not shape.experts
-        can = can and self._device.expert_backends is None and model.spec.rope_interleave
-        if not (can and self._options.graphs):
-            return CapturedSizes()
-        alone = config.num_homes == shape.pp == shape.dp == 1 and not reads
-        most_tokens = min(MOST_TOKENS, config.max_batched_tokens) if alone else 0
-        pages, drafts = config.num_pages(config.max_model_len), config.speculation
-        most_drafts = 0 if drafts is None else drafts.num_speculative_tokens
-        return CapturedSizes(config.max_num_seqs, pages, most_tokens, most_drafts)

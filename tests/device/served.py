@@ -120,7 +120,8 @@ def served(
     )
     if shape.pp > 1:
         config = dataclasses.replace(config, max_steps_in_flight=shape.pp + 1)
-    with opened(path, made, layout, config, peers, measures=peers is not None) as engine:
+    measures = peers is not None or drafts is not None
+    with opened(path, made, layout, config, peers, measures=measures) as engine:
         yield engine
 
 

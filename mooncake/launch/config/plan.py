@@ -471,8 +471,9 @@ def _draft_bytes(config: ServeConfig, model: ModelPlan) -> int:
     if (head := _draft_model(config)) is None:
         return 0
     files = Eagle3Files.open(Path(head), model.spec)
-    item = DTYPE_BYTES[model.dtype]
-    return files.num_bytes(item) + files.spec.window_bytes(config.max_num_seqs, item)
+    sizes = config.max_num_seqs, DTYPE_BYTES[model.dtype]
+    windows = files.spec.window_bytes(*sizes) + files.spec.copied_bytes(*sizes)
+    return files.num_bytes(sizes[1]) + windows
 
 
 def _draft_model(config: ServeConfig) -> str | None:

@@ -148,10 +148,14 @@ class Eagle3Spec(msgspec.Struct, frozen=True, kw_only=True):
 
     def window_bytes(self, num_sequences: int, item_bytes: int) -> int:
         """Return the bytes of the KV of `num_sequences` sequences, with numbers of `item_bytes`
-        each: their windows, one that no one needs, and those that a captured step copies.
+        each: their windows, and one that no one needs.
         """
-        windows = num_sequences + 1 + min(num_sequences, AT_ONCE)
-        return windows * 2 * WINDOW * self.attention.kv_width * item_bytes
+        return (num_sequences + 1) * 2 * WINDOW * self.attention.kv_width * item_bytes
+
+    def copied_bytes(self, num_sequences: int, item_bytes: int) -> int:
+        """Return the bytes of the windows that a captured step of so many sequences copies."""
+        copied = min(num_sequences, AT_ONCE)
+        return copied * 2 * WINDOW * self.attention.kv_width * item_bytes
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], model: ModelSpec) -> Eagle3Spec:

@@ -9,16 +9,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from mooncake_kernels.dispatch import TRITON
 
+from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepSlot
 from mooncake.engine.ranks.step_log import CapturedSizes
+from mooncake.model.backends import Backends
 from mooncake.model.copies import Copies
 from mooncake.model.device.graphs import DecodeGraphs, GraphPort
-from mooncake.model.device.prefill_graphs import PrefillGraphs
+from mooncake.model.device.prefill_graphs import MOST_TOKENS, PrefillGraphs
 from mooncake.model.drafts.model_drafts import DraftLayer, ModelDrafts
 from mooncake.model.inputs import PageTables, StepInputs, build_inputs
 from mooncake.model.kimi_k2 import KimiK2, ReadStates
 from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.options import ModelOptions
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,30 @@ class CapturedSteps:
 
     decode: DecodeGraphs
     prompts: PrefillGraphs | None = None
+
+
+def captured_sizes(
+    model: KimiK2,
+    backends: Backends,
+    options: ModelOptions,
+    config: EngineConfig,
+    reads: tuple[int, ...],
+) -> CapturedSizes:
+    """Return what steps a GPU captures: none where the backends do not allow any, or the host
+    computes experts. None with prompts where `reads` names states that drafts are made from, or
+    ranks share contexts out and gather those of prompts, are stages, or share experts with ranks of
+    other instances, which have prompts of other sizes. None at all yet where other workers hold the
+    experts.
+    """
+    shape = options.shape
+    can = (backends.attention, backends.moe) == (TRITON, TRITON) and model.spec.rope_interleave
+    if not (can and options.graphs) or options.experts_apart or shape.experts:
+        return CapturedSizes()
+    alone = config.num_homes == shape.pp == shape.dp == 1 and not reads
+    most_tokens = min(MOST_TOKENS, config.max_batched_tokens) if alone else 0
+    pages, drafts = config.num_pages(config.max_model_len), config.speculation
+    most_drafts = 0 if drafts is None else drafts.num_speculative_tokens
+    return CapturedSizes(config.max_num_seqs, pages, most_tokens, most_drafts)
 
 
 def capture_steps(

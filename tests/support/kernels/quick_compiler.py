@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from mooncake_kernels.triton import ahead, shipped
 from mooncake_kernels.triton.device import stand_for
@@ -85,8 +86,9 @@ def launch(folder: Path, words: list[str]) -> dict[str, int]:
     model, layout = plan.model, plan.layout
     for role, memory in plan.ranks.items():
         homes = plan.engine_of(role).num_homes
-        made, backends = model_without_numbers(
-            model.spec, model.quantization, model.dtype, plan.options, memory.shape
+        options = msgspec.structs.replace(plan.options, shape=memory.shape)
+        made, _, backends = model_without_numbers(
+            model.spec, model.quantization, model.dtype, options
         )
         if homes > 1:
             continue
