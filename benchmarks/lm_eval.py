@@ -68,7 +68,7 @@ def documents(
 
 def write_documents(model: Path, tasks: Sequence[str], num_samples: int, seed: int) -> None:
     """Write the file of each task to where `configs/lm-eval` looks for it."""
-    template = load_chat_template(model, load_tokenizer(model).special_tokens)
+    template = load_chat_template(model, load_tokenizer(model))
     DATA.mkdir(parents=True, exist_ok=True)
     for task in tasks:
         samples = evaluation_samples(task, num_samples, seed)

@@ -146,7 +146,7 @@ def _requests(
 
 def _tasks(model: Path, number: int, num_tokens: int, seed: int) -> Iterator[GenerateRequest]:
     tokenizer = load_tokenizer(model)
-    template = load_chat_template(model, tokenizer.special_tokens)
+    template = load_chat_template(model, tokenizer)
     end = tokenizer.special_id("<|im_end|>")
     assert end is not None
     sampling = SamplingParams(

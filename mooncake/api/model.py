@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -15,13 +15,28 @@ from mooncake.base.vocabulary import read_json
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling defaults of the checkpoint (`generation_config.json`); requests win over them."""
+    """Sampling defaults of the checkpoint (`generation_config.json`); requests win over them, and
+    have the same bounds.
+    """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=100)] = 1.0
+
+
+_NEUTRAL: dict[str, Any] = {
+    "num_beams": 1, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0,
+    "bad_words_ids": None, "suppress_tokens": None, "begin_suppress_tokens": None,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "sequence_bias": None,
+    "exponential_decay_length_penalty": None, "stop_strings": None, "watermarking_config": None,
+    "guidance_scale": 1.0, "penalty_alpha": 0.0, "typical_p": 1.0, "top_h": None,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+}  # fmt: skip
+"""Settings of `generation_config.json` that change tokens and are not supported -> the value with
+which they change nothing, like null.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,36 +79,48 @@ def load_served_model(
             "tokens"
         )
     tokenizer = load_tokenizer(path)
-    generation = read_json(path / "generation_config.json")
+    generation = _read_generation(path / "generation_config.json")
     return ServedModel(
         tokenizer=tokenizer,
-        template=load_chat_template(path, tokenizer.special_tokens),
+        template=load_chat_template(path, tokenizer),
         spec=spec,
         names=names or (path.name,),
         max_model_len=max_model_len or limit,
-        defaults=_defaults(generation, path),
+        defaults=generation,
         eos_token_ids=_eos_ids(generation, spec, tokenizer),
         created_s=created_s,
     )
 
 
-def _defaults(generation: dict[str, Any], path: Path) -> GenerationDefaults:
-    known = {
-        name: generation[name]
-        for name in GenerationDefaults.__struct_fields__
-        if generation.get(name) is not None
-    }
+class _GenerationFile(GenerationDefaults, frozen=True, kw_only=True):
+    """What a `generation_config.json` says."""
+
+    eos_token_id: int | list[int] = []
+
+
+def _read_generation(file: Path) -> _GenerationFile:
+    """Read `file`; a missing one says nothing.
+
+    Raises:
+        CheckpointError: a value is wrong, or changes tokens in a way that is not supported.
+    """
+    said = {key: value for key, value in read_json(file).items() if value not in (None, [])}
+    for key, neutral in _NEUTRAL.items():
+        if said.get(key, neutral) != neutral:
+            raise CheckpointError(
+                f"{file}: {key}={said[key]!r:.80} is not supported; take it out to serve the model "
+                "without it"
+            )
     try:
-        return msgspec.convert(known, GenerationDefaults)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"{path / 'generation_config.json'}: {error}") from error
+        return msgspec.convert(said, _GenerationFile)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
 
 
-def _eos_ids(generation: dict[str, Any], spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _eos_ids(generation: _GenerationFile, spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return every id that ends an answer: Kimi-K2's two files name different ones."""
-    named = generation.get("eos_token_id")
-    ids = [named] if isinstance(named, int) else list(named or [])
-    ids += spec.eos_token_ids
+    named = generation.eos_token_id
+    ids = [*([named] if isinstance(named, int) else named), *spec.eos_token_ids]
     if tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)
     return tuple(dict.fromkeys(token for token in ids if 0 <= token < spec.vocab_size))

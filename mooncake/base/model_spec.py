@@ -110,15 +110,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         _refuse_unsupported(config)
         rope = rope_settings(config)
         fields: dict[str, Any] = {name: config[name] for name in _COPIED if name in config}
-        missing = [name for name in _COPIED if name not in config]
+        missing = [name for name in (*_COPIED, *_GROUPS) if name not in config]
         if missing:
             raise CheckpointError(
                 f"config.json: missing {', '.join(missing)}; copy the model's own file"
             )
         fields |= {
             "q_lora_rank": config.get("q_lora_rank"),
-            "n_group": config.get("n_group") or 1,
-            "topk_group": config.get("topk_group") or 1,
+            "n_shared_experts": config["n_shared_experts"] or 0,
+            **{name: config[name] or 1 for name in _GROUPS},
             "rope_theta": rope["rope_theta"],
             "rope_interleave": config.get("rope_interleave", True),
             "yarn": yarn_settings(rope, config),
@@ -158,12 +158,16 @@ _COPIED = (
     "first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor", "vocab_size",
     "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
+_GROUPS = ("n_group", "topk_group")
+"""Null stands for one group. Without the keys, transformers would take 8 and 4."""
+_FULL = "full_attention"
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     only = {
         "hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-        "moe_layer_freq": 1,
+        "moe_layer_freq": 1, "is_causal": True, "sliding_window": None,
+        "attention_chunk_size": None,
     }  # fmt: skip
     for key, wanted in only.items():
         value = config.get(key)
@@ -171,6 +175,8 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"config.json: {key}={_shown(value)} is not supported, only {wanted!r}"
             )
+    if any(kind != _FULL for kind in _as_list(config.get("layer_types"))):
+        raise CheckpointError(f"config.json: layer_types has others than {_FULL!r}")
 
 
 def _shown(value: object) -> str:
@@ -189,12 +195,13 @@ def _as_object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rope settings of a parsed `config.json`, in whichever form it has them.
+    """Return the rope settings of a parsed `config.json`, in whichever form it has them. The older
+    form wins, as in transformers.
 
     Raises:
         CheckpointError: `rope_theta` is missing.
     """
-    rope = {**_as_object(config, "rope_scaling"), **_as_object(config, "rope_parameters")}
+    rope = {**(_as_object(config, "rope_scaling") or _as_object(config, "rope_parameters"))}
     rope.setdefault("rope_theta", config.get("rope_theta"))
     if rope["rope_theta"] is None:
         raise CheckpointError(
@@ -219,8 +226,17 @@ def yarn_settings(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         )
     if "factor" not in rope:
         raise CheckpointError("config.json: the yarn rope settings lack 'factor'")
+    for key, neutral in _NEUTRAL.items():
+        value = rope.get(key, config.get(key))
+        if value is not None and value != neutral:
+            raise CheckpointError(
+                f"config.json: the yarn rope setting {key}={_shown(value)} is not supported, only "
+                f"{neutral!r}"
+            )
     key = "max_position_embeddings"
-    original = rope.get(f"original_{key}") or config.get(key)
+    # Beside the rope settings it wins over the number in them, as in transformers.
+    places = (config.get(f"original_{key}"), rope.get(f"original_{key}"), config.get(key))
+    original = next(filter(None, places), None)
     if original is None:
         raise CheckpointError(f"config.json: the yarn rope settings lack 'original_{key}'")
     return {
@@ -231,6 +247,10 @@ def yarn_settings(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[st
         "mscale": rope.get("mscale") or 0,
         "mscale_all_dim": rope.get("mscale_all_dim") or 0,
     }
+
+
+_NEUTRAL = {"attention_factor": None, "truncate": True, "partial_rotary_factor": 1.0}
+"""What transformers knows beside the settings of `YarnScaling` -> the only value supported."""
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -245,6 +265,8 @@ def _check_ranges(spec: ModelSpec) -> None:
         <= spec.n_routed_experts,
         "n_group divides n_routed_experts": spec.n_routed_experts % spec.n_group == 0,
         "topk_group <= n_group": spec.topk_group <= spec.n_group,
+        "num_experts_per_tok <= experts in topk_group groups": spec.num_experts_per_tok
+        <= spec.n_routed_experts // spec.n_group * spec.topk_group,
         "qk_rope_head_dim is even": spec.qk_rope_head_dim % 2 == 0,
     }
     for rule, holds in checks.items():

@@ -61,8 +61,8 @@ def tiktoken_vocabulary(ranks: Mapping[bytes, int], config: Mapping[str, Any]) -
     `<|reserved_token_ID|>`, as in Kimi-K2's own code.
     """
     base = max(ranks.values()) + 1
-    added = _added_tokens(config)
-    named = {token_id: str(token["content"]) for token_id, token in added.items()}
+    added = added_tokens(config)
+    named = {token_id: token["content"] for token_id, token in added.items()}
     for token_id in range(base, base + NUM_RESERVED_IDS):
         named.setdefault(token_id, f"<|reserved_token_{token_id}|>")
     table = [b""] * (max(named) + 1)
@@ -165,12 +165,22 @@ def decoder_kind(document: Mapping[str, Any], path: Path) -> str:
     )
 
 
-def _added_tokens(config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+def added_tokens(config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the tokens that a `tokenizer_config.json` adds, by id. Each has a text as `content`.
+
+    Raises:
+        CheckpointError: it says them in another form.
+    """
     added = config.get("added_tokens_decoder") or {}
     try:
-        return {int(token_id): dict(token) for token_id, token in added.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"tokenizer_config.json: added_tokens_decoder: {error}") from error
+        return {
+            int(token_id): {**token, "content": str(token["content"])}
+            for token_id, token in added.items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"tokenizer_config.json: added_tokens_decoder: {error!r:.200}"
+        ) from error
 
 
 def _byte_letters() -> dict[str, int]:

@@ -64,7 +64,7 @@ class Drawing:
         most tokens in one batch.
         """
         self._tokenizer = load_tokenizer(checkpoint)
-        self._template = load_chat_template(checkpoint, self._tokenizer.special_tokens)
+        self._template = load_chat_template(checkpoint, self._tokenizer)
         self._seed = seed
         self._step_tokens = step_tokens
         self._batch_tokens = batch_tokens

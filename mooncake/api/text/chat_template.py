@@ -2,7 +2,7 @@
 
 The template is data of the checkpoint and not trusted. It runs in an immutable sandbox without
 access to files or the network, and its errors become a 400. Kimi-K2's format is built in for
-checkpoints without a template.
+checkpoints that have its tokens and no template.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
+from mooncake.api.text.tokenizer import Tokenizer
 from mooncake.base import CheckpointError, InvalidRequest
 from mooncake.base.vocabulary import read_json
 
@@ -69,6 +70,12 @@ KIMI_K2_TEMPLATE = """\
 """
 """Kimi-K2's turns: no BOS, no newlines between turns, tools first, then the system turn."""
 
+NO_TEMPLATE = """\
+{{ raise_exception('the checkpoint has no chat template; add a chat_template.jinja, or send a text \
+to /v1/completions') }}"""
+"""Stands for the template of a checkpoint that has none and whose tokenizer is not Kimi-K2's."""
+
+_TURN_MARK = "<|im_middle|>"
 _END_MARK = "\ue0c1\ue0c2continue\ue0c2\ue0c1"
 """Private-use characters that mark the end of a last message that is to be continued."""
 
@@ -126,20 +133,30 @@ class ChatTemplate:
         return text[:end]
 
 
-def load_chat_template(path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """Read the template of the checkpoint directory `path`. If there is none, use Kimi-K2's own.
+def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """Read the template of the checkpoint directory `path`. If there is none, use Kimi-K2's own
+    where `tokenizer` has the tokens of its turns. Otherwise refuse every conversation.
 
     `chat_template.jinja` takes precedence over `chat_template` in `tokenizer_config.json`. If there
     are several named templates, the one named "default" is used.
+
+    Raises:
+        CheckpointError: the template is broken.
     """
+    special_tokens = tokenizer.special_tokens
     file = path / "chat_template.jinja"
     if file.is_file():
         return ChatTemplate(file.read_text(encoding="utf-8"), special_tokens)
     source = read_json(path / "tokenizer_config.json").get("chat_template")
     if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
-    return ChatTemplate(source or KIMI_K2_TEMPLATE, special_tokens)
+        entries = [entry for entry in source if isinstance(entry, dict)]
+        source = {entry.get("name"): entry.get("template") for entry in entries}.get("default")
+    if source is not None and not isinstance(source, str):
+        raise CheckpointError(f"{path / 'tokenizer_config.json'}: chat_template is not a text")
+    if not source:
+        is_k2 = tokenizer.special_id(_TURN_MARK) is not None
+        source = KIMI_K2_TEMPLATE if is_k2 else NO_TEMPLATE
+    return ChatTemplate(source, special_tokens)
 
 
 class _GenerationTag(jinja2.ext.Extension):

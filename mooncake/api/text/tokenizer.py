@@ -22,6 +22,7 @@ from mooncake.base import CheckpointError
 from mooncake.base.vocabulary import (
     KIMI_K2_PATTERN,
     Vocabulary,
+    added_tokens,
     decoder_kind,
     json_vocabulary,
     read_json,
@@ -161,10 +162,20 @@ class JsonTokenizer(Tokenizer):
         except Exception as error:  # the library raises plain Exception
             raise CheckpointError(f"{path}: {error}") from error
         self._special_blind.encode_special_tokens = True
+        for each in (self._special_aware, self._special_blind):
+            each.no_truncation()  # the file may keep both from training
+            each.no_padding()
         document = read_json(path)
         vocabulary = json_vocabulary(document, path)
         strips = decoder_kind(document, path) == "fallback"
         super().__init__(vocabulary, config, strips_leading_space=strips)
+        named = [token["content"] for token in added_tokens(config).values()]
+        for name in filter(None, [*named, self.special_tokens.get("bos_token")]):
+            if self.special_id(name) is None:
+                raise CheckpointError(
+                    f"{path}: it lacks the token {name!r:.80}, which tokenizer_config.json names; "
+                    "save the tokenizer anew with transformers"
+                )
 
     def special_id(self, name: str) -> int | None:
         token_id: int | None = self._special_aware.token_to_id(name) if name else None
@@ -191,6 +202,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
         CheckpointError: no known tokenizer file, or a broken one; the message names the file.
     """
     config = read_json(path / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # saved by older libraries
+        config |= read_json(path / "special_tokens_map.json")
     if (path / "tiktoken.model").is_file():
         return TiktokenTokenizer(read_ranks(path / "tiktoken.model"), config)
     if (path / "tokenizer.json").is_file():

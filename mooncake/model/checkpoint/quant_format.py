@@ -14,6 +14,7 @@ from mooncake.base import CheckpointError
 
 FP8_BLOCK = 128
 INT4_GROUP = 32
+_PATTERN = "re:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,8 @@ class Int4Group:
     def quantizes(self, module: str) -> bool:
         """Whether the weight of the linear layer `module` is stored quantized."""
         for rule in self.ignored:
-            if rule.startswith("re:"):
-                if re.match(rule[3:], module):
+            if rule.startswith(_PATTERN):
+                if re.match(rule.removeprefix(_PATTERN), module):
                     return False
             elif rule == module:
                 return False
@@ -72,6 +73,8 @@ def parse_quantization(config: Mapping[str, Any] | None) -> QuantFormat | None:
     """
     if not config:
         return None
+    if not isinstance(config, Mapping):
+        raise CheckpointError(f"config.json: quantization_config={config!r:.80} is not an object")
     method = config.get("quant_method")
     if method == "fp8":
         return _parse_fp8(config)
@@ -82,9 +85,29 @@ def parse_quantization(config: Mapping[str, Any] | None) -> QuantFormat | None:
 
 def _unsupported(key: str, value: object, wanted: str) -> CheckpointError:
     return CheckpointError(
-        f"config.json: quantization_config.{key}={value!r} is not supported; this engine reads "
-        f"{wanted}"
+        f"config.json: quantization_config.{key}={value!r:.200} is not supported; this engine "
+        f"reads {wanted}"
     )
+
+
+def _names(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    """Return the names under the first of `keys` that has any."""
+    key = next((key for key in keys if config.get(key)), keys[0])
+    names = config.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _unsupported(key, names, "a list of names")
+    return tuple(names)
+
+
+def _rules(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Return the names and patterns under `key`."""
+    rules = _names(config, key)
+    for rule in rules:
+        try:
+            re.compile(rule.removeprefix(_PATTERN) if rule.startswith(_PATTERN) else "")
+        except re.error as error:
+            raise _unsupported(key, rule, f"regular expressions after {_PATTERN}") from error
+    return rules
 
 
 def _parse_fp8(config: Mapping[str, Any]) -> Fp8Block:
@@ -95,15 +118,18 @@ def _parse_fp8(config: Mapping[str, Any]) -> Fp8Block:
         raise _unsupported("weight_block_size", block, "two positive numbers, [128, 128] in K2")
     if config.get("activation_scheme", "dynamic") != "dynamic":
         raise _unsupported("activation_scheme", config["activation_scheme"], "'dynamic'")
-    skipped = config.get("modules_to_not_convert") or config.get("ignored_layers") or []
-    return Fp8Block((block[0], block[1]), tuple(str(name) for name in skipped))
+    return Fp8Block(
+        (block[0], block[1]), _names(config, "modules_to_not_convert", "ignored_layers")
+    )
 
 
 def _parse_compressed(config: Mapping[str, Any]) -> Int4Group:
     if config.get("format") != "pack-quantized":
         raise _unsupported("format", config.get("format"), "'pack-quantized'")
-    if config.get("kv_cache_scheme") is not None:
-        raise _unsupported("kv_cache_scheme", config["kv_cache_scheme"], "null")
+    # A transform rotates weights; a sparse format leaves numbers out of them.
+    for key in ("kv_cache_scheme", "transform_config", "sparsity_config"):
+        if config.get(key):
+            raise _unsupported(key, config[key], "none")
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         raise _unsupported("config_groups", groups, "exactly one group")
@@ -111,9 +137,14 @@ def _parse_compressed(config: Mapping[str, Any]) -> Int4Group:
     where = f"config_groups.{name}"
     if not isinstance(group, dict):
         raise _unsupported(where, group, "one group with its settings")
-    if group.get("input_activations") is not None:
-        raise _unsupported(f"{where}.input_activations", group["input_activations"], "null")
-    weights = group.get("weights") or {}
+    for key in ("input_activations", "output_activations"):
+        if group.get(key) is not None:
+            raise _unsupported(f"{where}.{key}", group[key], "null")
+    if group.get("format") not in (None, "pack-quantized"):
+        raise _unsupported(f"{where}.format", group["format"], "'pack-quantized'")
+    weights = group.get("weights")
+    if not isinstance(weights, dict):
+        raise _unsupported(f"{where}.weights", weights, "an object")
     wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
     for key, value in wanted.items():
         if weights.get(key) != value:
@@ -123,7 +154,7 @@ def _parse_compressed(config: Mapping[str, Any]) -> Int4Group:
     size = weights.get("group_size")
     if not isinstance(size, int) or not _positive(size):
         raise _unsupported(f"{where}.weights.group_size", size, "a positive number, 32 in K2")
-    return Int4Group(size, tuple(str(rule) for rule in config.get("ignore") or []))
+    return Int4Group(size, _rules(config, "ignore"))
 
 
 def _positive(number: object) -> bool:

@@ -45,6 +45,8 @@ def load_grammar_tokens(path: Path) -> GrammarTokens:
         return GrammarTokens(vocabulary.table, vocabulary.added.keys(), encoding.encode_ordinary)
     tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()  # the file may keep both from training
+    tokenizer.no_padding()
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)

@@ -71,7 +71,8 @@ def tiny_model(
             "num_attention_heads": 2, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
             "qk_rope_head_dim": 8, "v_head_dim": 8, "intermediate_size": 64,
             "moe_intermediate_size": 16, "n_routed_experts": 4, "n_shared_experts": 1,
-            "num_experts_per_tok": 2, "first_k_dense_replace": 1, "norm_topk_prob": True,
+            "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1,
+            "topk_group": 1, "norm_topk_prob": True,
             "routed_scaling_factor": 1.0, "vocab_size": tokenizer.vocab_size,
             "max_position_embeddings": max_model_len, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
         }

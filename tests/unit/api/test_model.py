@@ -16,8 +16,8 @@ CONFIG: dict[str, Any] = {
     "model_type": "kimi_k2", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
     "intermediate_size": 64, "moe_intermediate_size": 16, "n_routed_experts": 4,
-    "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
-    "norm_topk_prob": True, "routed_scaling_factor": 1.0, "vocab_size": BASE + 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1,
+    "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "vocab_size": BASE + 256,
     "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
     "eos_token_id": BASE + 1,
 }  # fmt: skip
@@ -58,12 +58,28 @@ def test_several_ends_of_text_and_ids_out_of_range(tmp_path: Path) -> None:
     assert model.eos_token_ids == (3, BASE + 1, BASE + 2)
 
 
-def test_wrong_files_are_named(tmp_path: Path) -> None:
+def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load_served_model(tmp_path)
-    write(tmp_path, {"temperature": "hot"})
-    with pytest.raises(CheckpointError, match=r"generation_config\.json.*temperature"):
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", "hot"), ("temperature", -1), ("top_p", 0), ("top_k", -2), ("min_p", 1.5),
+        ("repetition_penalty", 0), ("eos_token_id", "<|im_end|>"), ("eos_token_id", [[1]]),
+        ("num_beams", 4), ("no_repeat_ngram_size", 1), ("suppress_tokens", [7]),
+    ],
+)  # fmt: skip
+def test_a_setting_that_cannot_be_served_is_named(tmp_path: Path, key: str, value: object) -> None:
+    write(tmp_path, {key: value})
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: .*{key}"):
         load_served_model(tmp_path)
+
+
+def test_settings_that_change_nothing_are_served(tmp_path: Path) -> None:
+    write(tmp_path, {"num_beams": 1, "typical_p": 1.0, "suppress_tokens": [], "min_length": None})
+    assert load_served_model(tmp_path).defaults.temperature == 1.0
 
 
 @pytest.mark.parametrize("length", [0, 513])

@@ -30,7 +30,6 @@ def test_sizes_are_taken_over() -> None:
     ("changes", "field", "value"),
     [
         ({"q_lora_rank": None}, "q_lora_rank", None),
-        ({"n_group": None, "topk_group": None}, "n_group", 1),
         ({"eos_token_id": [5, 6]}, "eos_token_ids", [5, 6]),
         ({"eos_token_id": None}, "eos_token_ids", []),
         ({"torch_dtype": None, "dtype": "float32"}, "dtype", "float32"),
@@ -45,6 +44,13 @@ def test_variants(changes: dict[str, Any], field: str, value: Any) -> None:
     assert getattr(small_spec(**changes), field) == value
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("n_group", 1), ("topk_group", 1), ("n_shared_experts", 0)]
+)
+def test_null_stands_for_none_of_it(key: str, value: int) -> None:
+    assert getattr(ModelSpec.from_config(small_config() | {key: None}), key) == value
+
+
 def test_both_forms_of_the_rope_settings_mean_the_same() -> None:
     older = small_spec(rope_scaling=YARN)
     parameters = {**YARN, "rope_type": "yarn", "rope_theta": 50000.0}
@@ -53,6 +59,26 @@ def test_both_forms_of_the_rope_settings_mean_the_same() -> None:
     assert older.yarn is not None
     assert older.yarn.original_max_position == 4096
     assert older.rope_theta == 50000.0
+
+
+def test_the_older_form_of_the_rope_settings_wins() -> None:
+    """As in transformers, not a key of the newer one is read then."""
+    newer = {**YARN, "rope_type": "yarn", "rope_theta": 7.0, "mscale": 3.0}
+    older = {key: value for key, value in YARN.items() if key != "mscale"}
+    both = small_spec(rope_scaling=older, rope_parameters=newer)
+    assert both == small_spec(rope_scaling=older)
+    assert both.yarn is not None
+    assert both.yarn.mscale == 0
+
+
+@pytest.mark.parametrize(
+    ("beside", "inside", "read"), [(64, 4096, 64), (64, 0, 64), (None, 0, 256)]
+)
+def test_the_original_length_is_found(beside: int | None, inside: int, read: int) -> None:
+    key = "original_max_position_embeddings"
+    spec = small_spec(rope_scaling={**YARN, key: inside}, **{key: beside})
+    assert spec.yarn is not None
+    assert spec.yarn.original_max_position == read
 
 
 def test_yarn_widens_the_softmax_scale() -> None:
@@ -82,13 +108,22 @@ def test_the_language_part_of_a_wrapped_config_is_found() -> None:
         ({"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ({"topk_method": "greedy"}, "topk_method='greedy'"),
         ({"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ({"is_causal": False}, "is_causal=False is not supported, only True"),
+        ({"sliding_window": 16}, "sliding_window=16"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has others"),
+        ({"layer_types": 5}, "layer_types has others"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope type 'linear'"),
         ({"rope_scaling": {"type": "yarn"}}, "lack 'factor'"),
+        ({"rope_scaling": {**YARN, "attention_factor": 1.2}}, r"attention_factor=1\.2.*only None"),
+        ({"rope_scaling": {**YARN, "truncate": False}}, "truncate=False.*only True"),
+        ({"rope_scaling": YARN, "partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
+        ({"n_group": None}, "missing n_group"),
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"hidden_size": 1.5}, "hidden_size"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok <= n_routed_experts"),
         ({"n_group": 3}, "n_group divides n_routed_experts"),
         ({"n_group": 2, "topk_group": 3}, "topk_group <= n_group"),
+        ({"n_group": 8, "topk_group": 1}, "num_experts_per_tok <= experts in topk_group groups"),
         ({"qk_rope_head_dim": 3}, "qk_rope_head_dim is even"),
         ({"hidden_size": 0}, "hidden_size"),
         ({"qk_nope_head_dim": -8}, "qk_nope_head_dim"),

@@ -54,7 +54,7 @@ def of_step(made: Batches, step: int) -> list[Batch]:
 
 def test_answers_count_and_nothing_else(checkpoint: Path) -> None:
     tokenizer = load_tokenizer(checkpoint)
-    template = load_chat_template(checkpoint, tokenizer.special_tokens)
+    template = load_chat_template(checkpoint, tokenizer)
     messages = [
         user("What is 2 + 3?"),
         assistant("5"),

@@ -35,6 +35,8 @@ from mooncake.model.checkpoint.files.revision import (
 from mooncake.model.checkpoint.files.safetensors_file import SafetensorsFile
 
 INDEX_NAME = "model.safetensors.index.json"
+WHOLE_NAME = "model.safetensors"
+"""The name of weights in one file. transformers prefers it to an index."""
 
 _PICKLED = (".bin", ".pt", ".pth")
 _SAFE = (".safetensors", SUFFIX)
@@ -239,7 +241,14 @@ def _find_tensors(
 ) -> Homes:
     """Return the home of each tensor in the files `names`, or in the files that an index lists."""
     if (path / INDEX_NAME).exists():
-        return _find_indexed(path, _read_json(path / INDEX_NAME), open_bytes)
+        index = _read_json(path / INDEX_NAME)
+        indexed = _find_indexed(path, index, open_bytes)
+        if WHOLE_NAME in {*names} - {*index["weight_map"].values()}:
+            raise CheckpointError(
+                f"{path}: both {WHOLE_NAME} and {INDEX_NAME}, which names other files, are there; "
+                "remove the one that is not the model's"
+            )
+        return indexed
     homes: Homes = {}
     for file in (SafetensorsFile(open_bytes(name)) for name in names):
         for name in file.tensors:

@@ -10,7 +10,10 @@ import jinja2.sandbox
 import pytest
 
 from mooncake.api.text.chat_template import KIMI_K2_TEMPLATE, ChatTemplate, load_chat_template
+from mooncake.api.text.tokenizer import load_tokenizer
 from mooncake.base import CheckpointError, InvalidRequest
+from tests.support.api.server import tiny_tokenizer
+from tests.unit.api.text.test_tokenizer import write_tiktoken
 
 SYSTEM = (
     "<|im_system|>system<|im_middle|>You are Kimi, an AI assistant created by Moonshot AI."
@@ -174,12 +177,29 @@ def test_broken_template_names_the_line() -> None:
 
 
 def test_template_is_found_in_its_places(tmp_path: Path) -> None:
-    assert load_chat_template(tmp_path, {}).source == KIMI_K2_TEMPLATE
+    assert load_chat_template(tmp_path, tiny_tokenizer()).source == KIMI_K2_TEMPLATE
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": "from config"}))
-    assert load_chat_template(tmp_path, {}).source == "from config"
+    assert load_chat_template(tmp_path, tiny_tokenizer()).source == "from config"
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     config.write_text(json.dumps({"chat_template": named}))
-    assert load_chat_template(tmp_path, {}).source == "d"
+    assert load_chat_template(tmp_path, tiny_tokenizer()).source == "d"
     (tmp_path / "chat_template.jinja").write_text("from file")
-    assert load_chat_template(tmp_path, {}).source == "from file"
+    assert load_chat_template(tmp_path, tiny_tokenizer()).source == "from file"
+
+
+@pytest.mark.parametrize("config", [{}, {"chat_template": [{"name": "rag", "template": "x"}]}])
+def test_conversations_need_a_template_of_the_models_own_tokens(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    """Kimi-K2's turns would be plain text to another tokenizer, and the model has not seen them."""
+    write_tiktoken(tmp_path, config)
+    template = load_chat_template(tmp_path, load_tokenizer(tmp_path))
+    with pytest.raises(InvalidRequest, match=r"no chat template; add a chat_template\.jinja, or"):
+        template.render([user("a")])
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    write_tiktoken(tmp_path, {"chat_template": 5})
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template"):
+        load_chat_template(tmp_path, load_tokenizer(tmp_path))

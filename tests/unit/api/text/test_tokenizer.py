@@ -179,6 +179,42 @@ def test_byte_level_tokenizer_json_agrees_with_the_library(tmp_path: Path, text:
     assert tokenizer.bos_token_id == library.token_to_id("<bos>")
 
 
+def test_what_training_cut_or_filled_is_not_cut_or_filled_here(tmp_path: Path) -> None:
+    """A `tokenizer.json` keeps both settings. transformers sets them anew for every call."""
+    library = byte_level_file(tmp_path)
+    whole = library.encode("hello world", add_special_tokens=False).ids
+    library.enable_truncation(4)
+    library.enable_padding(length=32, pad_token="<eos>")
+    library.save(str(tmp_path / "tokenizer.json"))
+    for allow_special in (True, False):
+        encoded = load_tokenizer(tmp_path).encode("hello world", allow_special=allow_special)
+        assert encoded == whole
+
+
+def test_special_tokens_of_older_libraries_are_found(tmp_path: Path) -> None:
+    byte_level_file(tmp_path)
+    named = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    found = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    assert load_tokenizer(tmp_path).special_tokens == found
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {}}')
+    assert load_tokenizer(tmp_path).special_tokens == {}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"bos_token": "<new>"}, {"added_tokens_decoder": {"300": {"content": "<new>"}}}],
+)
+def test_a_token_that_only_the_configuration_knows_is_refused(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    byte_level_file(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: it lacks the token '<new>'"):
+        load_tokenizer(tmp_path)
+
+
 def test_byte_fallback_tokenizer_json_agrees_with_the_library(tmp_path: Path) -> None:
     vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
     vocab |= {"▁": 257, "h": 258, "i": 259, "▁h": 260}

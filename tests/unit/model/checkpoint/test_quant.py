@@ -182,6 +182,10 @@ class TestConfig:
             assert not parsed.quantizes(layer + module)
         assert not parsed.quantizes("lm_head")
 
+    def test_what_is_no_object_is_refused(self) -> None:
+        with pytest.raises(CheckpointError, match="quantization_config='fp8' is not an object"):
+            parse_quantization("fp8")  # type: ignore[arg-type]
+
     @pytest.mark.parametrize(
         ("change", "named"),
         [
@@ -192,6 +196,8 @@ class TestConfig:
             ({"weight_block_size": [128]}, "weight_block_size"),
             ({"weight_block_size": [128, 0]}, "weight_block_size"),
             ({"activation_scheme": "static"}, "activation_scheme='static'"),
+            ({"modules_to_not_convert": 5}, "modules_to_not_convert=5"),
+            ({"ignored_layers": [5]}, "ignored_layers=[5]"),
         ],
     )
     def test_other_fp8_formats_are_named(self, change: dict[str, Any], named: str) -> None:
@@ -204,9 +210,16 @@ class TestConfig:
         [
             (["format"], "float-quantized", "format='float-quantized'"),
             (["kv_cache_scheme"], {"num_bits": 8}, "kv_cache_scheme"),
+            (["transform_config"], {"config_groups": {"u": {}}}, "transform_config"),
+            (["sparsity_config"], {"format": "sparse-24-bitmask"}, "sparsity_config"),
+            (["ignore"], 5, "ignore=5"),
+            (["ignore"], ["lm_head", "re:["], "ignore='re:['"),
             (["config_groups"], {}, "config_groups"),
             (["config_groups"], {"a": {}, "b": {}}, "config_groups"),
             (["config_groups", "group_0", "input_activations"], {"num_bits": 8}, "activations"),
+            (["config_groups", "group_0", "output_activations"], {"num_bits": 8}, "activations"),
+            (["config_groups", "group_0", "format"], "int-quantized", "format='int-quantized'"),
+            (["config_groups", "group_0", "weights"], 5, "weights=5"),
             (["config_groups", "group_0", "weights", "num_bits"], 8, "num_bits=8"),
             (["config_groups", "group_0", "weights", "type"], "float", "type='float'"),
             (["config_groups", "group_0", "weights", "symmetric"], False, "symmetric=False"),

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from mooncake.base import CheckpointError
 from mooncake.model.checkpoint.files import revision
-from mooncake.model.checkpoint.files.checkpoint_files import INDEX_NAME, CheckpointFiles
+from mooncake.model.checkpoint.files.checkpoint_files import INDEX_NAME, WHOLE_NAME, CheckpointFiles
 from mooncake.model.checkpoint.files.file_bytes import PlainBytes
 from mooncake.model.checkpoint.files.revision import file_digests
 from mooncake.model.checkpoint.making.presets import init_checkpoint
@@ -496,6 +496,12 @@ class TestWrongDirectories:
 
         edit_json(copied / INDEX_NAME, swap)
         with pytest.raises(CheckpointError, match=r"00001-of-00003.*lacks lm_head\.weight"):
+            Checkpoint.open(copied)
+
+    def test_an_index_beside_weights_that_it_does_not_name(self, copied: Path) -> None:
+        """transformers would read the one file, and others the index."""
+        save_file(stored_tensors(copied), copied / WHOLE_NAME)
+        with pytest.raises(CheckpointError, match=rf"both {WHOLE_NAME} and {INDEX_NAME}"):
             Checkpoint.open(copied)
 
     @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "..", 3])
