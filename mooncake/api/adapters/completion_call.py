@@ -9,7 +9,6 @@ from mooncake.api.generation.review import Review
 from mooncake.api.generation.sampling import (
     Wanted,
     check_chars,
-    check_ids,
     check_sequences,
     fit_output,
     fit_prompt,
@@ -69,7 +68,6 @@ def _prompts(
             special = body.add_special_tokens is not False
             tokens = api_server.encode(prompt, add_special=special, window=window)
         else:
-            check_ids("prompt", prompt, model)
             tokens = prompt
         fitted = fit_prompt(tokens, body, shared, model)
         prompts.append((fitted, fit_output(len(fitted), shared, wanted, model)))

@@ -162,7 +162,8 @@ def fit_prompt(
     """Return the prompt, cut as `truncate_prompt_tokens` asks.
 
     Raises:
-        InvalidRequest: the prompt is empty.
+        InvalidRequest: the prompt is empty, or has a token that the model lacks. A tokenizer may
+            have more tokens than the model.
     """
     keep = fields.truncate_prompt_tokens
     if keep is not None:
@@ -173,6 +174,7 @@ def fit_prompt(
             tokens = tokens[:keep] if right else tokens[len(tokens) - keep :]
     if not tokens:
         raise InvalidRequest("the prompt is empty: it needs at least one token", param="prompt")
+    check_ids("prompt", tokens, model)
     return tokens
 
 

@@ -133,6 +133,13 @@ def test_empty_prompt_is_refused() -> None:
         fit_prompt([1], body(truncate_prompt_tokens=0), SamplingParams(), MODEL)
 
 
+def test_a_token_that_only_the_tokenizer_has_is_refused() -> None:
+    """The lookup in the embedding would fail in the engine, for all requests of the step."""
+    size = MODEL.spec.vocab_size
+    with pytest.raises(InvalidRequest, match=f"token id {size} is out of range"):
+        fit_prompt([1, size], body(), SamplingParams(), MODEL)
+
+
 @pytest.mark.parametrize(
     ("default", "num_prompt_tokens", "expected"),
     [(None, 40, 60), (None, 99, 1), (16, 40, 16), (16, 95, 5)],
