@@ -7,6 +7,7 @@ A page is *held* (one or more references), *cached* (no reference, but its conte
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import KeysView, Sequence
 
 from mooncake.base.blocks import BlockKey
@@ -116,7 +117,10 @@ class BlockPool:
         self._free = [
             list(range(end - 1, end - 1 - each, -1)) for end in range(each, num_blocks + 1, each)
         ]
-        self._cached: dict[int, None] = {}  # an ordered set, the least recently released first
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """The pages that are cached and not held, the least recently released first. (The first
+        entry of a plain `dict` is found by passing all that were removed before it.)
+        """
         self._cache = PrefixCache()
         self._caches = caches
 
@@ -170,8 +174,7 @@ class BlockPool:
             if most:
                 page = most.pop()
             else:
-                page = next(iter(self._cached))
-                del self._cached[page]
+                page, _ = self._cached.popitem(last=False)
                 self._cache.forget_page(page)
             self._refs[page] = 1
             pages.append(page)

@@ -4,7 +4,7 @@ report to the gateways, checksums, the node's counters. Pure; owned by the node.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ class Hashing:
         self._dram = dram
         self._disks = disks
         self._damaged = damaged
-        self._queue: dict[BlockKey, None] = {}
+        self._queue: OrderedDict[BlockKey, None] = OrderedDict()
         """Blocks in DRAM in the order in which they came, and some that have left it since: never
         more than twice as many as DRAM holds.
         """
@@ -65,7 +65,7 @@ class Hashing:
     def _add(self, keys: Iterable[BlockKey]) -> None:
         self._queue.update(dict.fromkeys(keys))
         if len(self._queue) > 2 * self._dram.num_blocks:
-            self._queue = {key: None for key in self._queue if self._dram.has(key)}
+            self._queue = OrderedDict.fromkeys(filter(self._dram.has, self._queue))
 
     def start(self) -> None:
         """Begin with the blocks that wait, unless an operation is under way."""
@@ -73,8 +73,7 @@ class Hashing:
             return
         keys: dict[BlockKey, None] = {}
         while self._queue and len(keys) < self._op_blocks:
-            key = next(iter(self._queue))
-            del self._queue[key]
+            key, _ = self._queue.popitem(last=False)
             if self._dram.has(key):
                 keys[key] = None
         if keys:

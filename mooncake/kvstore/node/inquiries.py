@@ -7,7 +7,7 @@ Pure; owned by the node.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mooncake.base import BlockKey, Tier, WorkerLoad, WorkerRef
@@ -27,6 +27,7 @@ from mooncake.base.pool_messages import (
 )
 from mooncake.base.rights import client_key
 from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
+from mooncake.kvstore.node.long_work import LongWork
 from mooncake.kvstore.node.peers import Peers
 from mooncake.kvstore.storage.promotion import Prefetcher
 
@@ -39,8 +40,11 @@ credential. Further orders pin only what is in DRAM.
 class Inquiries:
     """Answers questions and orders to one node, besides reading and writing."""
 
-    def __init__(self, ports: NodePorts, blocks: NodeBlocks, peers: Peers) -> None:
+    def __init__(
+        self, ports: NodePorts, blocks: NodeBlocks, peers: Peers, long_work: LongWork
+    ) -> None:
         self._ports = ports
+        self._long_work = long_work
         self._blocks = blocks
         self._peers = peers
         self._dram, self._tiering = blocks.dram, blocks.tiering
@@ -111,24 +115,38 @@ class Inquiries:
     def _on_ask(self, message: AskPool, _now: float) -> None:
         self._channel.send(message.asker.address, self.state(message.asker, message.ticket))
 
-    def _on_find(self, message: FindBlocks, _now: float) -> None:
-        tiers = [self._tier_of(key) for key in message.keys]
-        found = BlocksFound(
-            asker=message.asker, ticket=message.ticket, store=self._worker, tiers=tiers
-        )
-        self._channel.send(message.asker.address, found)
+    def _on_find(self, message: FindBlocks, now: float) -> None:
+        tiers: list[Tier | None] = []
+
+        def answer(_now: float) -> None:
+            found = BlocksFound(
+                asker=message.asker, ticket=message.ticket, store=self._worker, tiers=tiers
+            )
+            self._channel.send(message.asker.address, found)
+
+        def look(keys: Sequence[BlockKey], _now: float) -> None:
+            tiers.extend(map(self._tier_of, keys))
+
+        self._long_work.begin(message.keys, look, answer, now)
 
     def _tier_of(self, key: BlockKey) -> Tier | None:
         if self._dram.has(key):
             return Tier.DRAM
         return next(iter(self._tiering.stored_in(key)), None)
 
-    def _on_describe(self, message: DescribeBlocks, _now: float) -> None:
-        copies = [self._copies(key) for key in message.keys]
-        described = BlocksDescribed(
-            asker=message.asker, ticket=message.ticket, store=self._worker, copies=copies
-        )
-        self._channel.send(message.asker.address, described)
+    def _on_describe(self, message: DescribeBlocks, now: float) -> None:
+        copies: list[list[BlockCopy]] = []
+
+        def answer(_now: float) -> None:
+            described = BlocksDescribed(
+                asker=message.asker, ticket=message.ticket, store=self._worker, copies=copies
+            )
+            self._channel.send(message.asker.address, described)
+
+        def look(keys: Sequence[BlockKey], _now: float) -> None:
+            copies.extend(map(self._copies, keys))
+
+        self._long_work.begin(message.keys, look, answer, now)
 
     def _copies(self, key: BlockKey) -> list[BlockCopy]:
         size, dram = self._dram.block_bytes, self._dram
@@ -142,25 +160,41 @@ class Inquiries:
     def _set_pins(self, message: SetPins, num_missing: int, now: float) -> None:
         """Pin what is in DRAM, and promote more of it as long as `num_missing` shrinks."""
         meant = message.epoch in ("", self._worker.epoch)
-        done = [meant and self._dram.set_lasting_pin(key, message.pin) for key in message.keys]
-        missing = [key for key, is_done in zip(message.keys, done, strict=True) if not is_done]
+        done: list[bool] = []
 
+        def pin(keys: Sequence[BlockKey], _now: float) -> None:
+            done.extend(meant and self._dram.set_lasting_pin(key, message.pin) for key in keys)
+
+        def end(now: float) -> None:
+            missing = [key for key, is_done in zip(message.keys, done, strict=True) if not is_done]
+            if not (meant and self._lifts(message, missing, num_missing, now)):
+                pins = PinsSet(
+                    asker=message.asker, ticket=message.ticket, store=self._worker, done=done
+                )
+                self._channel.send(message.asker.address, pins)
+
+        self._long_work.begin(message.keys, pin, end, now)
+
+    def _lifts(
+        self, message: SetPins, missing: list[BlockKey], num_missing: int, now: float
+    ) -> bool:
+        """Begin to promote what is missing, to pin it then, and return whether it may come."""
         client = client_key(message.asker)
 
         def settled(at: float, _more: bool) -> None:
             self._lifting[client] -= 1
+            self._lifting += Counter()  # drops those that have none
             self._set_pins(message, len(missing), at)
 
-        may_lift = meant and message.lift and self._lifting[client] < MAX_CLIENT_LIFTS
-        if may_lift and 0 < len(missing) < num_missing:
-            self._num_promoted += 1
-            name = ("pins", self._num_promoted)
-            if self._blocks.promotions.begin(name, missing, now, settled) is None:
-                self._lifting[client] += 1
-                return
-        self._lifting += Counter()  # drops those that have none
-        answer = PinsSet(asker=message.asker, ticket=message.ticket, store=self._worker, done=done)
-        self._channel.send(message.asker.address, answer)
+        may_lift = message.lift and self._lifting[client] < MAX_CLIENT_LIFTS
+        if not may_lift or not 0 < len(missing) < num_missing:
+            return False
+        self._num_promoted += 1
+        name = ("pins", self._num_promoted)
+        if self._blocks.promotions.begin(name, missing, now, settled) is not None:
+            return False
+        self._lifting[client] += 1
+        return True
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a prefetch waits for nothing."""

@@ -47,6 +47,7 @@ from mooncake.base.pool_messages import (
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.node.blocks import COUNTERS, NodeBlocks, NodePorts
 from mooncake.kvstore.node.inquiries import Inquiries
+from mooncake.kvstore.node.long_work import LongWork
 from mooncake.kvstore.node.peers import Peers, PeerState
 from mooncake.kvstore.node.removal import Removals
 from mooncake.kvstore.node.sessions import PinSessions, PutSessions
@@ -104,8 +105,9 @@ class KvNode:
         self.blocks = NodeBlocks(ports, dram, disks or NoDisks(), self._peers)
         self._puts = PutSessions(ports, self.blocks, self._peers)
         self._pins = PinSessions(ports, self.blocks, self._peers)
-        self._removals = Removals(ports, self.blocks)
-        self._inquiries = Inquiries(ports, self.blocks, self._peers)
+        self._long_work = LongWork()
+        self._removals = Removals(ports, self.blocks, self._long_work)
+        self._inquiries = Inquiries(ports, self.blocks, self._peers, self._long_work)
         self._doubt_s = 0.0
         self._next_life: NextLife | None = None
         self._restart_by_s = math.inf
@@ -139,7 +141,7 @@ class KvNode:
     @property
     def quiet(self) -> bool:
         """True if peers have nothing open, and nothing moves between the tiers."""
-        return self.blocks.quiet
+        return self.blocks.quiet and self._long_work.quiet
 
     @property
     def draining(self) -> bool:
@@ -149,7 +151,7 @@ class KvNode:
     @property
     def drained(self) -> bool:
         """True if the process may be ended; see `NodeBlocks.drained`."""
-        return self.blocks.drained
+        return self.blocks.drained and self._long_work.quiet
 
     @property
     def next_life(self) -> NextLife | None:
@@ -180,7 +182,7 @@ class KvNode:
         """
         blocks = self.blocks
         self._is_late = now >= self._restart_by_s
-        times = [self._puts.tick(now)]
+        times = [self._long_work.tick(now), self._puts.tick(now)]
         times += [blocks.promotions.tick(now), blocks.replicator.tick(now)]
         times.append(blocks.end_keeps(now))
         blocks.hashing.start()

@@ -14,6 +14,7 @@ from mooncake.base.messages import Refused
 from mooncake.base.pool_messages import BlocksRemoved, RemoveBlocks
 from mooncake.base.rights import client_key
 from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
+from mooncake.kvstore.node.long_work import LongWork
 
 MAX_REMOVALS = 4096
 """Requests that may wait for disks. When there are more, the newest is told to try again."""
@@ -31,6 +32,8 @@ class _Removal:
     was_here: set[BlockKey] = field(default_factory=set)
     left: set[BlockKey] = field(default_factory=set)
     fading: set[BlockKey] = field(default_factory=set)
+    begun: bool = False
+    """Whether all its blocks have been looked at."""
 
 
 def _is_full(waiting: Sequence[_Removal], request: RemoveBlocks, part: int) -> bool:
@@ -43,8 +46,9 @@ def _is_full(waiting: Sequence[_Removal], request: RemoveBlocks, part: int) -> b
 class Removals:
     """Removes blocks of one node on request. A block with a hard pin is not removed."""
 
-    def __init__(self, ports: NodePorts, blocks: NodeBlocks) -> None:
+    def __init__(self, ports: NodePorts, blocks: NodeBlocks, long_work: LongWork) -> None:
         self._ports = ports
+        self._long_work = long_work
         self._blocks = blocks
         self._tiering = blocks.tiering
         self._removals: dict[_Removal, None] = {}
@@ -68,21 +72,33 @@ class Removals:
             self._ports.channel.send(request.asker.address, refused)
             return
         removal = _Removal(request)
-        for key in dict.fromkeys(request.keys):
-            if self._blocks.dram.is_hard_pinned(key):
-                removal.left.add(key)
-                continue
-            self._tiering.tombstones.add(key, request.asker, now)
-            self._blocks.replicator.forget(key)
-            if self._blocks.dram.condemn(key):
-                removal.was_here.add(key)
-                self._blocks.gone([key])
-            if self._tiering.remove(key):
-                removal.was_here.add(key)
-            removal.fading.add(key)
-            self._waiting_for.setdefault(key, {})[removal] = None
         self._removals[removal] = None
-        self._settle(removal, list(removal.fading))
+
+        def remove(keys: Sequence[BlockKey], now: float) -> None:
+            for key in keys:
+                self._remove(key, removal, now)
+            self._settle(removal, keys)
+
+        def answer(_now: float) -> None:
+            removal.begun = True
+            self._settle(removal, ())
+
+        self._long_work.begin(list(dict.fromkeys(request.keys)), remove, answer, now)
+
+    def _remove(self, key: BlockKey, removal: _Removal, now: float) -> None:
+        """Remove one block, unless it has a hard pin."""
+        if self._blocks.dram.is_hard_pinned(key):
+            removal.left.add(key)
+            return
+        self._tiering.tombstones.add(key, removal.request.asker, now)
+        self._blocks.replicator.forget(key)
+        if self._blocks.dram.condemn(key):
+            removal.was_here.add(key)
+            self._blocks.gone([key])
+        if self._tiering.remove(key):
+            removal.was_here.add(key)
+        removal.fading.add(key)
+        self._waiting_for.setdefault(key, {})[removal] = None
 
     def on_scanned(self, erasing: list[BlockKey]) -> None:
         """Note that a disk was scanned; it now erases these blocks, which were removed before."""
@@ -112,7 +128,7 @@ class Removals:
                 removal.fading.discard(key)
                 if self._tiering.is_stuck(key):
                     removal.left.add(key)
-        if not removal.fading and not self._tiering.ssd.num_closed:
+        if removal.begun and not removal.fading and not self._tiering.ssd.num_closed:
             self._answer(removal)
 
     def _answer(self, removal: _Removal) -> None:
@@ -135,7 +151,8 @@ class Removals:
     def check_integrity(self) -> None:
         """Raise AssertionError when a request waits for what will not come."""
         for removal in self._removals:
-            assert removal.fading or self._tiering.ssd.num_closed, "nothing is waited for"
+            is_begun = removal.begun and not self._tiering.ssd.num_closed
+            assert removal.fading or not is_begun, "nothing is waited for"
             assert all(map(self._tiering.is_fading, removal.fading))
             assert all(removal in self._waiting_for[key] for key in removal.fading)
         assert all(each in self._removals for some in self._waiting_for.values() for each in some)
