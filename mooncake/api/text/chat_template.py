@@ -110,7 +110,7 @@ class ChatTemplate:
         turns = [dict(message) for message in messages]
         if continue_final_message:
             turns[-1]["content"] = f"{turns[-1].get('content') or ''}{_END_MARK}"
-        variables = self._variables | dict(kwargs or {})
+        variables = {"documents": None} | self._variables | dict(kwargs or {})
         variables |= {
             "messages": turns,
             "tools": list(tools) if tools else None,

@@ -273,11 +273,12 @@ def cut_text(text: str, *, from_end: bool = False) -> Iterator[str]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tokens that a configuration names: `bos_token` and the like, and a model's own."""
+    more = config.get("extra_special_tokens")
+    named = {key: value for key, value in config.items() if key.endswith("_token")}
     tokens: dict[str, str] = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[name] = value
+    for name, value in (named | (more if isinstance(more, dict) else {})).items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
     return tokens
