@@ -52,7 +52,7 @@ from mooncake.instance.mover import (
     SliceMover,
 )
 from mooncake.instance.page_pins import PagePins
-from mooncake.instance.push import Push, WriteThrough
+from mooncake.instance.push import Push
 from mooncake.instance.reuse import Fetches, ReadAhead
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult
 from mooncake.kvstore.client.block_writer import BlockWriter
@@ -117,7 +117,6 @@ class Instance:
             hello.worker, ports.channel, self.pool, self._own_pages.places, self.checksums,
             config.ask_again_s,
         )  # fmt: skip
-        self.write_through = WriteThrough(self._writer, layout.num_layers, config.push_timeout_s)
         self.reservations = Reservations(ports.transfer, self.mover, self.pool, config.quarantine_s)
         self.draining = False
         """True if the worker wants to leave."""
@@ -297,7 +296,7 @@ class Instance:
         the put has ended, successfully or not.
         """
         if blocks and self.kvstore is not None:
-            self.write_through.put(self.kvstore, push, blocks, tenant, settled, head)
+            push.put(self._writer, self.kvstore, blocks, tenant, settled, head)
 
     def report_use(self, head: ChainHead) -> None:
         """Tell this machine's pool node that a chain is used, and how much of it is to be kept.
@@ -314,7 +313,6 @@ class Instance:
 
         def released(at: float) -> None:
             self._num_open_pushes -= 1
-            self.write_through.abandon(push, at)
             if then is not None:
                 then(at)
 
@@ -339,8 +337,8 @@ class Instance:
             **self._transfer.counters(),
             **self._channel.figures(),
             "blocks_fetched_corrupt": self._reader.num_corrupt,
-            "blocks_put": self.write_through.num_blocks_put,
-            "puts_failed": self.write_through.num_puts_failed,
+            "blocks_put": self._writer.num_blocks_put,
+            "puts_failed": self._writer.num_puts_failed,
             "blocks_handed_over": self.page_pins.num_blocks_read,
             "blocks_prefetched": self._read_ahead.num_blocks_read,
             "pages_rested": self.reservations.num_rested,

@@ -9,15 +9,15 @@ So one mechanism fills decode's reserved pages and the pool's blocks (Mooncake, 
 layer-wise prefill). Pages stay held from `add_block` until the push is closed *and* none of it is
 in flight.
 
-Write-through is one such destination: full blocks of this instance go to the pool of its own node.
-The `BlockWriter` asks for room and reports when the blocks are complete. The push of the sequence
-fills the granted memory.
+A put is one such destination: full blocks of this instance go to the pool of its own node. The
+`BlockWriter` asks for room and reports when the blocks are complete. The push of the sequence fills
+the granted memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 from mooncake.base.blocks import BlockKey
 from mooncake.base.errors import MooncakeError
@@ -80,8 +80,15 @@ class Push:
         self._pages: dict[int, int] = {}
         self._ready_layers: dict[int, int] = {}
         self._destinations: list[Destination] = []
+        self.puts: list[Put] = []
+        """The puts that this push fills, if the pool node gives room, and that have not ended."""
         self._closed = False
         self._on_released: Callable[[float], None] | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """The layers of a block. Pool nodes hold all of them."""
+        return self._mover.layout.num_layers
 
     @property
     def closed(self) -> bool:
@@ -128,9 +135,31 @@ class Push:
         self._send(destination, sorted(destination.wanted & self._pages.keys()), now)
         return destination
 
+    def put(
+        self,
+        writer: BlockWriter,
+        store: WorkerRef,
+        blocks: dict[BlockKey, int],
+        tenant: str,
+        settled: Settled,
+        head: ChainHead = NO_HEAD,
+    ) -> None:
+        """Have `writer` ask `store` for room for `blocks` (key -> index), which this push will
+        fill. `head` lies before them, and is used as they are.
+
+        `settled` is called with now when the put has ended, successfully or not.
+        """
+        put = Put(
+            store=store, keys=list(blocks), timeout_s=self._timeout_s,
+            writer=writer, push=self, indexes=blocks, settled=settled,
+        )  # fmt: skip
+        self.puts.append(put)
+        writer.start(put, tenant, head)
+
     def close(self, now: float, on_released: Callable[[float], None] | None = None) -> None:
-        """Cancel what is in flight and accept no more blocks. `on_released` is called with now once
-        nothing of this push touches memory any more. Raises ValueError when it is closed already.
+        """Cancel what is in flight and accept no more blocks. Once nothing of this push touches
+        memory any more, its puts end, and `on_released` is called with now. Raises ValueError when
+        it is closed already.
         """
         if self._closed:
             raise ValueError("the push is closed already")
@@ -177,8 +206,7 @@ class Push:
 
     def _hash(self, destination: Destination, moved: list[int]) -> None:
         """Hash the blocks whose last layer has just been sent."""
-        num_layers = self._mover.layout.num_layers
-        final = [index for index in moved if destination.sent_layers[index] == num_layers]
+        final = [index for index in moved if destination.sent_layers[index] == self.num_layers]
         if destination.hashing is None or not final:
             return
 
@@ -200,11 +228,10 @@ class Push:
         if done.error is not None:
             destination.error = destination.error or done.error
         else:
-            num_layers = self._mover.layout.num_layers
             whole = [
                 index
                 for index in moved
-                if destination.sent_layers[index] == num_layers
+                if destination.sent_layers[index] == self.num_layers
                 and destination.in_flight_of[index] == 0
             ]
             if destination.error is None:
@@ -219,102 +246,56 @@ class Push:
         if self._pages:
             self._pool.release([self._pages[index] for index in sorted(self._pages)])
             self._pages = {}
+        for put in list(self.puts):
+            put.end(now)
         if self._on_released is not None:
             on_released, self._on_released = self._on_released, None
             on_released(now)
 
 
-class _Put:
-    """One put, and the destination of its push once the pool node has given room."""
+@dataclass(kw_only=True, eq=False)
+class Put(BlockWrite):
+    """Blocks of a sequence that go to a pool node: a destination of their push, once the node has
+    given room.
+    """
 
-    def __init__(self, push: Push, indexes: dict[BlockKey, int], settled: Settled) -> None:
-        self.push = push
-        self.indexes = indexes
-        """Key -> index of the block in its sequence."""
-        self.settled = settled
-        self.ticket = 0
-        self.granted: Sequence[BlockKey] = ()
-        self.destination: Destination | None = None
+    writer: BlockWriter
+    push: Push
+    indexes: dict[BlockKey, int]
+    """Key -> index of the block in its sequence."""
+    settled: Settled
+    destination: Destination | None = None
 
-
-class WriteThrough:
-    """All puts of one worker."""
-
-    def __init__(self, writer: BlockWriter, num_layers: int, grant_timeout_s: float) -> None:
-        """`num_layers`: the layers of a block, all of which pool nodes hold."""
-        self._writer = writer
-        self._num_layers = num_layers
-        self._grant_timeout_s = grant_timeout_s
-        self._puts: dict[int, _Put] = {}
-        """Puts by ticket."""
-        self.num_blocks_put = 0
-        self.num_puts_failed = 0
-
-    def put(
-        self,
-        store: WorkerRef,
-        push: Push,
-        blocks: dict[BlockKey, int],
-        tenant: str,
-        settled: Settled,
-        head: ChainHead = NO_HEAD,
-    ) -> None:
-        """Ask `store` for room for `blocks` (key -> index in the sequence); `push` will fill it.
-        `head` lies before them, and is used as they are.
-
-        `settled` is called with now when the put has ended, successfully or not.
-        """
-        put = _Put(push, blocks, settled)
-        write = BlockWrite(
-            store=store, keys=list(blocks), timeout_s=self._grant_timeout_s,
-            fill=partial(self._fill, put), stop=partial(self._stop, put),
-            ended=partial(self._on_ended, put),
-        )  # fmt: skip
-        put.ticket = self._writer.start(write, tenant, head)
-        self._puts[put.ticket] = put
-
-    def is_open(self, push: Push) -> bool:
-        """Return whether a put of this push has not ended yet."""
-        return any(put.push is push for put in self._puts.values())
-
-    def abandon(self, push: Push, now: float) -> None:
-        """End the open puts of a push that is closed and has nothing in flight."""
-        for put in [put for put in self._puts.values() if put.push is push]:
-            self._end(put, now)
-
-    def _fill(self, put: _Put, keys: Sequence[BlockKey], places: BlockPlaces, now: float) -> None:
-        if put.push.closed:
-            self._end(put, now)
+    def fill(self, keys: Sequence[BlockKey], places: BlockPlaces, now: float) -> None:
+        if self.push.closed:
+            self.end(now)
             return
-        put.granted = keys
+        part = KvPart(places, [self.indexes[key] for key in keys], 0, self.push.num_layers)
+        self.destination = self.push.add_destination([part], self._progress, now)
+        self._advance(now)
 
-        def progress(_destination: Destination, _whole: list[int], at: float) -> None:
-            self._advance(put, at)
+    def _progress(self, _destination: Destination, _whole: list[int], now: float) -> None:
+        self._advance(now)
 
-        indexes = [put.indexes[key] for key in keys]
-        part = KvPart(places, indexes, 0, self._num_layers)
-        put.destination = put.push.add_destination([part], progress, now)
-        self._advance(put, now)
-
-    def _advance(self, put: _Put, now: float) -> None:
-        destination = put.destination
-        if destination is None or put.ticket not in self._puts:
+    def _advance(self, now: float) -> None:
+        destination = self.destination
+        if destination is None or self not in self.push.puts:
             return
         if destination.complete or (destination.error is not None and not destination.moves):
-            self._end(put, now)
+            self.end(now)
 
-    def _stop(self, put: _Put, now: float) -> None:
+    def stop(self, now: float) -> None:
         """End a put to a lost node, unless batches are under way, which fail by themselves."""
-        if put.destination is None or not put.destination.moves:
-            self._end(put, now)
+        if self.destination is None or not self.destination.moves:
+            self.end(now)
 
-    def _end(self, put: _Put, now: float) -> None:
-        whole = put.destination.whole if put.destination is not None else set()
-        written = [key for key in put.granted if put.indexes[key] in whole]
-        self.num_blocks_put += len(written)
-        self.num_puts_failed += len(written) < len(put.granted)
-        self._writer.end(put.ticket, written, now)
+    def end(self, now: float) -> None:
+        """End the put with the blocks that are whole. Nothing writes to the node any more."""
+        whole = self.destination.whole if self.destination is not None else set()
+        written = [key for key in self.granted or () if self.indexes[key] in whole]
+        self.writer.end(self, written, now)
 
-    def _on_ended(self, put: _Put, _answer: list[BlockKey] | MooncakeError, now: float) -> None:
-        del self._puts[put.ticket]
-        put.settled(now)
+    def ended(self, answer: list[BlockKey] | MooncakeError, now: float) -> None:
+        del answer
+        self.push.puts.remove(self)
+        self.settled(now)

@@ -303,7 +303,7 @@ class PrefillWorker(RoleWorker[PrefillJob]):
             if job.trace is not None:
                 job.trace.pushed(job.decode, now)
             self._hand_over(job, pushed=True, sources=[])
-        if job.stage is Stage.SETTLING and not self.instance.write_through.is_open(job.push):
+        if job.stage is Stage.SETTLING and not job.push.puts:
             self._end(job, now)
 
     def _hand_over_by_pool(self, job: PrefillJob, now: float) -> None:

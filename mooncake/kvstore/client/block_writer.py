@@ -8,7 +8,8 @@ more. The node may then trust the memory or reuse it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mooncake.base import (
@@ -32,22 +33,15 @@ each ticket once, however often it is asked.
 """
 
 
-@dataclass(kw_only=True)
-class BlockWrite:
-    """One put: what to write, and how."""
+@dataclass(kw_only=True, eq=False)
+class BlockWrite(ABC):
+    """One put: what to write, and where. A subclass moves the bytes."""
 
     store: WorkerRef
     keys: Sequence[BlockKey]
     timeout_s: float
     """The put is given up when the node has not answered this long after the next tick."""
-    fill: Callable[[Sequence[BlockKey], BlockPlaces, float], None]
-    """Called with (granted keys, their places, now) when the node gives room; it starts to write.
-    Then `BlockWriter.end` must be called once nothing writes any more.
-    """
-    stop: Callable[[float], None]
-    """Called with now when the node is lost while the blocks are written."""
-    ended: Callable[[list[BlockKey] | MooncakeError, float], None]
-    """Called once with (keys that were written or why none was, now)."""
+    ticket: int = 0
     granted: list[BlockKey] | None = None
     """None: the node has not answered yet."""
     answer_by_s: float | None = None
@@ -56,6 +50,20 @@ class BlockWrite:
     """The question that was asked. It is asked again while no answer comes, because it or its
     answer may be lost.
     """
+
+    @abstractmethod
+    def fill(self, keys: Sequence[BlockKey], places: BlockPlaces, now: float) -> None:
+        """Start to write the granted `keys` to `places`. Then `BlockWriter.end` must be called once
+        nothing writes any more.
+        """
+
+    @abstractmethod
+    def stop(self, now: float) -> None:
+        """Stop writing: the node is lost."""
+
+    @abstractmethod
+    def ended(self, answer: list[BlockKey] | MooncakeError, now: float) -> None:
+        """Take the keys that were written, or why none was. It is called once."""
 
 
 class BlockWriter:
@@ -66,16 +74,19 @@ class BlockWriter:
         self._channel = channel
         self._writes: dict[int, BlockWrite] = {}
         self._last_ticket = 0
+        self.num_blocks_put = 0
+        self.num_puts_failed = 0
+        """Puts of which not all granted blocks were written."""
 
     @property
     def num_open(self) -> int:
         return len(self._writes)
 
-    def start(self, write: BlockWrite, tenant: str, head: ChainHead = NO_HEAD) -> int:
-        """Ask for room for blocks that follow `head` in their chain; return the ticket."""
+    def start(self, write: BlockWrite, tenant: str, head: ChainHead = NO_HEAD) -> None:
+        """Ask for room for blocks that follow `head` in their chain."""
         write.question = self._ask(write.store, write.keys, tenant, head)
-        self._writes[self._last_ticket] = write
-        return self._last_ticket
+        write.ticket = self._last_ticket
+        self._writes[write.ticket] = write
 
     def report_use(self, store: WorkerRef, head: ChainHead) -> None:
         """Tell a node that a chain is used, when nothing of it is to be written. The message may be
@@ -100,7 +111,7 @@ class BlockWriter:
 
     def end(
         self,
-        ticket: int,
+        write: BlockWrite,
         written: list[BlockKey],
         now: float,
         error: MooncakeError | None = None,
@@ -109,15 +120,17 @@ class BlockWriter:
         """End a put. The blocks `written` are complete at the node, with the checksum of each or
         none; all others that it granted are not. With an error no block is complete.
         """
-        write = self._writes.pop(ticket)
+        del self._writes[write.ticket]
         whole = set(written)
         granted = write.keys if write.granted is None else write.granted
         dropped = [key for key in granted if key not in whole]
+        self.num_blocks_put += len(written)
+        self.num_puts_failed += write.granted is not None and bool(dropped)
         self._channel.send(
             write.store.address,
             PutEnd(
                 writer=self._writer,
-                ticket=ticket,
+                ticket=write.ticket,
                 written=written,
                 dropped=dropped,
                 checksums=list(checksums),
@@ -129,15 +142,15 @@ class BlockWriter:
         """End a put that the node refused."""
         write = self._writes.get(ticket)
         if write is not None and write.granted is None:
-            self.end(ticket, [], now, error)
+            self.end(write, [], now, error)
 
     def on_peer_lost(self, worker: WorkerRef, now: float) -> None:
         """End the puts that the lost node has not granted yet, and stop what is being written."""
-        for ticket, write in list(self._writes.items()):
+        for write in list(self._writes.values()):
             if not is_of(write.store, worker):
                 continue
             if write.granted is None:
-                self.end(ticket, [], now, Unavailable("the pool node was lost"))
+                self.end(write, [], now, Unavailable("the pool node was lost"))
             else:
                 write.stop(now)
 
@@ -146,7 +159,7 @@ class BlockWriter:
         again.
         """
         next_s: float | None = None
-        for ticket, write in list(self._writes.items()):
+        for write in list(self._writes.values()):
             if write.granted is not None:
                 continue
             if write.answer_by_s is None:
@@ -155,7 +168,7 @@ class BlockWriter:
             if write.answer_by_s <= now:
                 where = write.store.address
                 error = TransferError(f"the pool node at {where} does not answer")
-                self.end(ticket, [], now, error)
+                self.end(write, [], now, error)
                 continue
             if write.ask_again_s <= now and write.question is not None:
                 self._channel.send(write.store.address, write.question)

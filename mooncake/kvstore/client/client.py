@@ -85,15 +85,41 @@ class _Request:
     done: Callable[[Any], None]
 
 
-@dataclass
-class _Put:
+@dataclass(kw_only=True, eq=False)
+class _Put(BlockWrite):
     """A put of a client, and its transfer once the node has given room."""
 
-    at: Attempt
+    writer: BlockWriter
+    transfers: MemoryTransfers
     memory: BlockMemory
     offsets: dict[BlockKey, int]
-    ticket: int = 0
+    deadline_s: float
+    done: Callable[[list[BlockKey] | MooncakeError], None]
     transfer: int | None = None
+
+    def fill(self, keys: Sequence[BlockKey], places: BlockPlaces, now: float) -> None:
+        del now
+        here = self.memory.at([self.offsets[key] for key in keys])
+        checksums: list[int] = []
+
+        def written(done: TransferDone, at: float) -> None:
+            if done.error is None:
+                self.writer.end(self, list(keys), at, checksums=checksums)
+            else:
+                self.writer.end(self, [], at, TransferError(done.error))
+
+        self.transfer = self.transfers.write(here, places, self.deadline_s, written)
+        with contextlib.suppress(TransferError):  # of a device: the node hashes them itself
+            checksums += [self.memory.checksum(offset) for offset in here.offsets]  # as they move
+
+    def stop(self, now: float) -> None:
+        del now
+        if self.transfer is not None:
+            self.transfers.cancel(self.transfer)
+
+    def ended(self, answer: list[BlockKey] | MooncakeError, now: float) -> None:
+        del now
+        self.done(answer)
 
 
 class PoolClient:
@@ -192,16 +218,13 @@ class PoolClient:
         """
 
         def begin(done: Callable[[list[BlockKey] | MooncakeError], None]) -> None:
-            put = _Put(at, places.memory, dict(zip(keys, places.offsets, strict=True)))
-            write = BlockWrite(
-                store=at.store,
-                keys=list(put.offsets),
-                timeout_s=at.give_up_s - self.now,
-                fill=lambda granted, there, _now: self._fill(put, granted, there),
-                stop=lambda _now: self._stop(put),
-                ended=lambda answer, _now: done(answer),
-            )
-            put.ticket = self._writer.start(write, tenant)
+            offsets = dict(zip(keys, places.offsets, strict=True))
+            put = _Put(
+                store=at.store, keys=list(offsets), timeout_s=at.give_up_s - self.now,
+                writer=self._writer, transfers=self._transfers, memory=places.memory,
+                offsets=offsets, deadline_s=at.deadline_s, done=done,
+            )  # fmt: skip
+            self._writer.start(put, tenant)
 
         return Call(begin)
 
@@ -260,26 +283,6 @@ class PoolClient:
     def check_integrity(self) -> None:
         """Raise AssertionError when a read was lost."""
         self._reader.check_integrity()
-
-    # ------------------------------------------------------------------ puts
-
-    def _fill(self, put: _Put, granted: Sequence[BlockKey], there: BlockPlaces) -> None:
-        places = put.memory.at([put.offsets[key] for key in granted])
-        checksums: list[int] = []
-
-        def written(done: TransferDone, now: float) -> None:
-            if done.error is None:
-                self._writer.end(put.ticket, list(granted), now, checksums=checksums)
-            else:
-                self._writer.end(put.ticket, [], now, TransferError(done.error))
-
-        put.transfer = self._transfers.write(places, there, put.at.deadline_s, written)
-        with contextlib.suppress(TransferError):  # of a device: the node hashes them itself
-            checksums += [put.memory.checksum(offset) for offset in places.offsets]  # as they move
-
-    def _stop(self, put: _Put) -> None:
-        if put.transfer is not None:
-            self._transfers.cancel(put.transfer)
 
     # ------------------------------------------------------------------ questions
 

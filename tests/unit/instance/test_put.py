@@ -5,7 +5,7 @@ more.
 from __future__ import annotations
 
 from mooncake.base import PutEnd, PutGranted, PutStart, WorkerRef
-from mooncake.instance.push import Push, WriteThrough
+from mooncake.instance.push import Push
 from mooncake.kvstore.client.block_writer import BlockWriter
 from tests.support.engine.engine_pair import LAYOUT, EnginePair
 
@@ -18,15 +18,14 @@ class Scene:
     def __init__(self, num_blocks: int) -> None:
         self.engine_pair = EnginePair()
         self.writer = BlockWriter(HERE, self.engine_pair.channel)
-        self.puts = WriteThrough(self.writer, LAYOUT.num_layers, grant_timeout_s=5.0)
-        self.push = Push(self.engine_pair.mover, self.engine_pair.pool, timeout_s=30.0)
+        self.push = Push(self.engine_pair.mover, self.engine_pair.pool, timeout_s=5.0)
         self.pages = self.engine_pair.pool.allocate(num_blocks) or []
         for index, page in enumerate(self.pages):
             self.engine_pair.fill_page(page)
             self.push.add_block(index, page)
         self.settled: list[float] = []
         blocks = {KEYS[index]: index for index in range(num_blocks)}
-        self.puts.put(STORE, self.push, blocks, "tenant", self.settled.append)
+        self.push.put(self.writer, STORE, blocks, "tenant", self.settled.append)
         self.engine_pair.run()
 
     def grant(self, indexes: list[int], blocks: list[int], ticket: int = 1) -> None:
@@ -57,7 +56,7 @@ def test_a_put_asks_fills_and_ends() -> None:
     assert scene.engine_pair.pool_bytes(0) == scene.engine_pair.page_bytes(scene.pages[1])
     assert len(scene.settled) == 1
     assert scene.writer.num_open == 0
-    assert scene.puts.num_blocks_put == 2
+    assert scene.writer.num_blocks_put == 2
 
 
 def test_only_granted_blocks_are_written() -> None:
@@ -86,10 +85,12 @@ def test_an_abandoned_put_drops_what_is_not_whole() -> None:
     scene.grant([0, 1], [0, 1])
     scene.push.advance([0], LAYOUT.num_layers, scene.engine_pair.heap.now())
     scene.engine_pair.run()
-    scene.push.close(scene.engine_pair.heap.now(), lambda at: scene.puts.abandon(scene.push, at))
+    scene.push.close(scene.engine_pair.heap.now())
     scene.engine_pair.run()
     assert scene.ends == [PutEnd(writer=HERE, ticket=1, written=[KEYS[0]], dropped=[KEYS[1]])]
+    assert (scene.writer.num_blocks_put, scene.writer.num_puts_failed) == (1, 1)
     assert len(scene.settled) == 1
+    assert not scene.push.puts
 
 
 def test_the_loss_of_the_pool_ends_its_puts() -> None:
@@ -112,7 +113,7 @@ def test_a_grant_for_a_push_being_closed_is_given_back() -> None:
     scene = Scene(1)
     scene.push.add_destination([scene.engine_pair.part([4], [0])], lambda *_: None, 0.0)
     scene.push.advance([0], LAYOUT.num_layers, scene.engine_pair.heap.now())
-    scene.push.close(scene.engine_pair.heap.now(), lambda at: scene.puts.abandon(scene.push, at))
+    scene.push.close(scene.engine_pair.heap.now())
     scene.grant([0], [2])
     scene.engine_pair.run()
     assert scene.ends == [PutEnd(writer=HERE, ticket=1, dropped=[KEYS[0]])]
