@@ -42,7 +42,6 @@ from mooncake.engine.plan import Counted, LayerDone, StepResult
 from mooncake.engine.ranks.kv_moves import Fenced, Hashed, Moved, OfRank
 from mooncake.engine.sequence import Made
 from mooncake.instance.config import InstanceConfig
-from mooncake.instance.job_table import JobT, JobTable, JobTrace
 from mooncake.instance.mover import (
     BlockChecksums,
     Hasher,
@@ -245,34 +244,6 @@ class Instance:
             finish=FinishInfo(reason=FinishReason.ERROR, failure=failure),
         )
         self.queue_output(task.gateway, output)
-
-    def taken(
-        self, task: RequestTask, jobs: JobTable[JobT], end: Callable[[JobT], None]
-    ) -> RequestTask | None:
-        """Return the task of a new job with the settings that it names, after `end` has ended the
-        older attempt of its request. None: the task is a repeat or over, or its settings are not
-        here. In the last case the task is refused, and the next one carries the settings.
-        """
-        if not jobs.is_new(task):
-            return None
-        older = jobs.get(task.request.request_id)
-        if older is not None:
-            end(older)
-        whole = self.kept_settings.completed(task)
-        if whole is None:
-            jobs.refuse(task)
-            self.fail(
-                task,
-                Failure.turned_away("this worker does not have the settings that a task names"),
-            )
-            self.count("tasks_without_settings")
-            return None
-        self.engine.prepare(task.request)
-        return whole
-
-    def trace_of(self, task: RequestTask, now: float) -> JobTrace | None:
-        """Return the collector of spans for a job that begins now; None: nobody wants them."""
-        return JobTrace(self.worker.worker_id, now) if task.request.traced else None
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add to a counter of the load report."""

@@ -20,7 +20,7 @@ from mooncake.base.messages import (
 )
 from mooncake.base.request import Failure
 from mooncake.instance.instance import Instance
-from mooncake.instance.job_table import JobT, JobTable
+from mooncake.instance.job_table import JobT, JobTable, JobTrace
 from mooncake.instance.reuse import PrefixReuse
 
 
@@ -108,12 +108,28 @@ class RoleWorker(ABC, Generic[JobT]):
     # ------------------------------------------------------------ what is alike
 
     def _take_task(self, task: RequestTask, now: float) -> None:
-        taken = self.instance.taken(task, self._jobs, lambda older: self._end(older, now))
-        if taken is None:
+        """Begin with a task, unless it is a repeat or over. It replaces an older attempt of its
+        request. If the settings that it names are not here, it is refused, and the next one carries
+        them.
+        """
+        instance, jobs = self.instance, self._jobs
+        if not jobs.is_new(task):
             return
-        job = self._new_job(taken)
-        job.trace = self.instance.trace_of(taken, now)
-        self._jobs.add(job)
+        older = jobs.get(task.request.request_id)
+        if older is not None:
+            self._end(older, now)
+        whole = instance.kept_settings.completed(task)
+        if whole is None:
+            jobs.refuse(task)
+            why = "this worker does not have the settings that a task names"
+            instance.fail(task, Failure.turned_away(why))
+            instance.count("tasks_without_settings")
+            return
+        instance.engine.prepare(whole.request)
+        job = self._new_job(whole)
+        if whole.request.traced:
+            job.trace = JobTrace(instance.worker.worker_id, now)
+        jobs.add(job)
         self._begin(job, now)
 
     def _gather(self, job: JobT, sources: list[BlockSource], now: float) -> None:

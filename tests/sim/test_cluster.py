@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from mooncake.base import FinishReason, Grammar, Role
+from mooncake.base.large_settings import MIN_NAMED_BYTES
 from mooncake.instance import InstanceConfig
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.telemetry.events import FirstToken
@@ -128,11 +129,14 @@ def test_what_waits_for_room_on_a_decode_worker_ends_once(bound: dict[str, int])
     assert [len(stream.finals) for stream in streams] == [1] * 300
 
 
+@pytest.mark.parametrize("num_bytes", [16, MIN_NAMED_BYTES])
 @pytest.mark.parametrize("num_prefill", [0, 1])
-def test_grammars_are_prepared_before_their_first_step(num_prefill: int) -> None:
-    """Steps wait for masks, and everybody in the batch with them."""
+def test_grammars_are_prepared_before_their_first_step(num_prefill: int, num_bytes: int) -> None:
+    """Steps wait for masks, and everybody in the batch with them. A large grammar travels beside
+    its request.
+    """
     cluster = Cluster(specs(num_prefill, 1))
-    grammar = Grammar(text='start: "a"', end_ids=[1])
+    grammar = Grammar(text='start: "a"'.ljust(num_bytes), end_ids=[1])
     cluster.world.submit(request("plain", PROMPT))
     cluster.world.submit(request("bound", PROMPT, grammar=grammar))
     waiting = {Role.PREFILL: num_prefill, Role.DECODE: 1}
