@@ -14,7 +14,6 @@ import ipaddress
 import logging
 import secrets
 import time
-import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from mooncake.base import ConfigError, Forbidden, MooncakeError, Unavailable, Unreachable
 from mooncake.base.rights import CredentialRole
+from mooncake.base.urls import server_url
 from mooncake.identity import certify, listening_seed
 from mooncake.identity.certificates import HostKey, Pem, sign_host_key
 from mooncake.identity.credential import Credential, Keys, keys_in
@@ -244,12 +244,8 @@ def _enrol_once(wanted: Enrolment) -> Credential:
 
 
 def _asked(url: str, place: str, question: bytes) -> bytes:
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
-        raise ConfigError(
-            f"signer: {url!r} is not a URL of a signer; write it like http://HOST:PORT"
-        )
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=TIMEOUT_S)
+    signer = server_url("signer", url, schemes=("http",))
+    connection = http.client.HTTPConnection(signer.host, signer.port, timeout=TIMEOUT_S)
     try:
         connection.request("POST", PATH + place, question)
         response = connection.getresponse()

@@ -9,12 +9,11 @@ import asyncio
 import dataclasses
 import ssl
 import time
-import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import cast
 
 from mooncake.api.http.client_wire import ResponseReader, WireError, request_head
-from mooncake.base import ConfigError
+from mooncake.base.urls import server_url
 
 TIMEOUT_S = 6 * 3600.0
 """The limit for one whole request. Without it, a server that died without closing would block the
@@ -154,21 +153,8 @@ class HttpClient:
         Raises:
             ConfigError: `base_url` is not the URL of a server.
         """
-        parts = urllib.parse.urlsplit(base_url)
-        try:
-            port = parts.port
-        except ValueError as error:
-            raise ConfigError(f"base-url: {base_url!r}: {error}") from error
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(
-                f"base-url: {base_url!r} is not a URL of a server; write it like "
-                "http://127.0.0.1:8000"
-            )
-        self._host = parts.hostname
-        self._port = port or (443 if parts.scheme == "https" else 80)
-        self._netloc = parts.netloc.rpartition("@")[2]
-        self._prefix = parts.path.rstrip("/")
-        self._tls = _tls(insecure) if parts.scheme == "https" else None
+        self._url = server_url("base-url", base_url)
+        self._tls = _tls(insecure) if self._url.is_tls else None
         self._idle: list[_Connection] = []
 
     async def request(
@@ -188,7 +174,7 @@ class HttpClient:
         Raises:
             RequestFailed: no complete answer came.
         """
-        head = request_head(method, self._prefix + path, self._netloc, headers, len(body))
+        head = request_head(method, self._url.prefix + path, self._url.netloc, headers, len(body))
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await self._exchange(head + body, on_data, on_head, flow or Flow())
@@ -228,7 +214,7 @@ class HttpClient:
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
         opening = asyncio.ensure_future(
-            loop.create_connection(_Connection, self._host, self._port, ssl=self._tls)
+            loop.create_connection(_Connection, self._url.host, self._url.port, ssl=self._tls)
         )
         try:
             _, connection = await asyncio.shield(opening)
@@ -236,7 +222,7 @@ class HttpClient:
             opening.add_done_callback(_close_when_made)
             raise
         except OSError as error:
-            raise RequestFailed(f"{self._netloc}: {error.strerror or error}") from error
+            raise RequestFailed(f"{self._url.netloc}: {error.strerror or error}") from error
         return connection
 
     def close(self) -> None:

@@ -12,11 +12,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from mooncake.base import ConfigError, parse_bytes
+from mooncake.base.urls import server_url
 from mooncake.scheduler.scaling.config import ScalingConfig
 
 _COUNT = re.compile(r"^(-?[0-9]+)([kKmM]?)$")
@@ -430,13 +430,7 @@ def part(name: str, value: object) -> float:
 
 def web_url(name: str, value: object) -> str:
     """Read a URL of HTTP or HTTPS."""
-    try:
-        parts = urlsplit(str(value))
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # raised for a port that is not valid
-        known = False
-    if not known:
-        raise ConfigError(f"{flag(name)}: {value!r} is no URL (e.g. http://localhost:4318)")
+    server_url(flag(name), str(value))
     return str(value)
 
 

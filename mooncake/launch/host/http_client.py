@@ -8,18 +8,17 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
-import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from mooncake.base import (
-    ConfigError,
     Forbidden,
     MooncakeError,
     Unauthorized,
     Unavailable,
     Unreachable,
 )
+from mooncake.base.urls import server_url
 from mooncake.launch.host.credentials import SCHEME
 
 TIMEOUT_S = 600.0
@@ -45,19 +44,10 @@ class Client:
         server that sends nothing for `timeout_s` counts as unreachable.
         """
         self._timeout_s = timeout_s
-        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
-        try:
-            port = parts.port
-        except ValueError as error:
-            raise ConfigError(f"url: {url!r}: {error}") from error
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(
-                f"url: {url!r} is not a URL of a server; write it like http://127.0.0.1:8000"
-            )
-        self._url = f"{parts.scheme}://{parts.netloc}"
-        self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
-        self._host, self._port = parts.hostname, port
-        self._prefix = parts.path.rstrip("/")
+        server = server_url("url", url if "//" in url else f"http://{url}")
+        self._url = f"{'https' if server.is_tls else 'http'}://{server.netloc}"
+        self._tls = (tls or ssl.create_default_context()) if server.is_tls else None
+        self._host, self._port, self._prefix = server.host, server.port, server.prefix
         self._sign = sign
         self._headers = {"Content-Type": "application/json"}
         if api_key:

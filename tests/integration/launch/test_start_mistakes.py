@@ -94,7 +94,7 @@ MISTAKES = [
     ("serve good --seed 1", "seed is not a setting of this server: requests have seeds"),
     ("serve good --dtype float64", "dtype: 'float64' is not one of auto, bfloat16"),
     ("serve good --policy best", "policy: 'best' is not one of kvcache-centric"),
-    ("serve good --otlp-traces-endpoint localhost:4317", "is no URL (e.g. http://localhost:4318)"),
+    ("serve good --otlp-traces-endpoint localhost:4317", "is not a URL of a server; write it like"),
     (
         "serve good --otlp-traces-sampling-ratio 0.1",
         "nothing is traced; add --otlp-traces-endpoint",

@@ -179,7 +179,7 @@ def test_a_gateway_over_engines_needs_neither_model_nor_secret() -> None:
     [
         ({"engines": "http://a"}, "engines: only a gateway sends requests to them"),
         ({"role": "gateway", "engine_api_key": "k"}, "engines: they are missing"),
-        ({**OVER, "engines": "a:8000"}, "engines: 'a:8000' is no URL"),
+        ({**OVER, "engines": "a:8000"}, "engines: 'a:8000' is not a URL of a server"),
         ({**OVER, "engines": "http://a,http://a/v1"}, "engines: http://a is named twice"),
         ({**OVER, "engine_events": "http://c=tcp://c:1"}, "http://c is not one of --engines"),
         ({**OVER, "engine_events": "http://a:8000"}, "is not URL=EVENTS,REPLAY"),
