@@ -209,8 +209,7 @@ class NodeBlocks:
             ports, self.tiering, lambda: peers.num_puts > 0 or not self.replicator.quiet
         )
         for tier in self.tiering.lower:
-            if tier.places.num_slots:
-                self._membership.add_tier(tier.rules.tier, tier.places.stored_keys)
+            self._membership.add_tier(tier.rules.tier, tier.places.stored_keys)
         disks.attach(ports.region)
         self._max_lent = config.client_blocks(dram.num_blocks)
         self._num_lent: Counter[str] = Counter()

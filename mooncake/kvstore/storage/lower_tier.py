@@ -234,8 +234,6 @@ class LowerTier:
         """Mark the blocks of a run as due that have been used often enough. `uses`: those in DRAM
         whose uses have been counted just now, with their numbers.
         """
-        if not self.places.num_slots:
-            return
         last = None
         for key, number in uses.items():
             if number >= self.rules.min_uses and not self.places.is_known(key):

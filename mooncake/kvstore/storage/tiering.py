@@ -54,8 +54,8 @@ class Tiering:
         rules = TierRules(
             Tier.SSD, 0, config.ssd_min_uses, config.ssd_write_at, MAX_TENANT_BYTES, unwanted
         )
-        self.lower = [lower(rules, self.ssd)]
-        """The tiers below DRAM, the fastest first."""
+        self.lower = [lower(rules, self.ssd)] if num_slots else []
+        """The tiers below DRAM that this node has, the fastest first."""
         if config.object_store is not None:
             rules = TierRules(
                 Tier.OBJECT, len(num_slots), config.object_min_uses, 0.0,
@@ -63,7 +63,7 @@ class Tiering:
             )  # fmt: skip
             places = DiskTier(bucket_slots, policy, client_quota=config.client_quota)
             self.lower.append(lower(rules, places))
-        self.max_loading = self.lower[0].max_loading
+        self.max_loading = max((tier.max_loading for tier in self.lower), default=0)
         """Number of blocks that may be loading from each tier at a time."""
 
     # ------------------------------------------------------------------ uses
@@ -75,8 +75,7 @@ class Tiering:
         uses = self.dram.count_uses(keys, counted)
         for tier in self.lower:
             tier.used(uses, keys)
-            if tier.places.num_slots:
-                tier.places.touch(keys, counted)
+            tier.places.touch(keys, counted)
 
     def adopt(self, keys: Sequence[BlockKey]) -> None:
         """Count blocks in DRAM as used often enough to be written: they were, on another node, or
@@ -158,7 +157,8 @@ class Tiering:
         """Return whether a disk of this node has a block that DRAM does not know. A block that is
         only in a bucket is taken into DRAM when a worker has it.
         """
-        return not self.dram.is_known(key) and self.lower[0].can_load(key)
+        disks = (tier for tier in self.lower if not tier.is_shared)
+        return not self.dram.is_known(key) and any(tier.can_load(key) for tier in disks)
 
     def _source(self, key: BlockKey) -> LowerTier:
         """Return the tier that a block is loaded from, which is the fastest that can."""
