@@ -33,10 +33,13 @@ from tests.support.cuda.install import emulated
 from tests.support.cuda.ops import reference_ops
 from tests.support.cuda.processes import RANK_S, followers_emulated
 from tests.support.cuda.streams import LATE, RANDOM
+from tests.support.followers import followers
 from tests.support.model.eagle3_heads import knowing_head
 
 pytestmark = pytest.mark.usefixtures("forked")
 SECRET = "0123456789abcdef" * 2
+SHORT: Joins = {0: [(prompt(5, 0), SamplingParams(temperature=0, max_tokens=3))]}
+LONG: Joins = {0: [(prompt(5, 0), SamplingParams(temperature=0, max_tokens=60))]}
 PARTS: list[Joins] = [{0: JOINS[0][:1], 2: JOINS[2]}, {0: JOINS[0][1:]}]
 """What each of two engines computes: sequences 0 and 2, and 1."""
 
@@ -53,8 +56,11 @@ def engine_of_two(
     options: dict[str, Any], *all_joins: Joins,
 ) -> Iterator[Any]:  # fmt: skip
     """Open an engine that shares its experts, and yield what it makes of some requests, and of
-    further ones. options: of `served`.
+    further ones. options: of `served`; `silent_s`: how long a follower may give no sign of
+    life, and another engine once the first requests are done.
     """
+    options = {"measure_pages": True, **options}
+    silent_s = options.pop("silent_s", RANK_S)
     torch.set_num_threads(1)
     shape = Shape.parse(words)
     workers = tuple(f"decode-{each}" for each in range(shape.num_sharers))
@@ -63,15 +69,15 @@ def engine_of_two(
         mock.patch.object(expert_peers, "EXCHANGE_S", RANK_S),
         every_other_step(),
         emulated(**machine) as gpus,
-        followers_emulated(as_references=True, **machine),
+        followers_emulated(as_references=True, silent_s=silent_s, **machine),
         reference_ops(),
     ):
         credential = own_credential(SECRET, CredentialRole.WORKER)
         peers = expert_peers.meet(group, credential, ModelOptions(device="cuda", shape=shape))
-        options = {"measure_pages": True, **options}
         with served(path, "cuda", backend, peers, shape=shape, **options) as engine:
             for turn, joins in enumerate(all_joins):
                 found = engine.run(joins, first=10 * turn) if joins else {}
+                peers.timeout_s = silent_s
                 yield found, engine.logprobs, engine.counters | engine.engine.counters
         gpus.finish()
 
@@ -198,26 +204,52 @@ def test_drafts_of_a_layer_are_in_captured_steps_that_engines_agree_on(
     assert [each.exitcode for each in engines.each] == [0, 0]
 
 
-def test_an_engine_that_is_killed_ends_the_other_in_its_exchange(nano: Path) -> None:
-    name, machine = group_name(), {"num_devices": 1}
-    short: Joins = {0: [(prompt(5, 0), SamplingParams(temperature=0, max_tokens=3))]}
-    long: Joins = {0: [(prompt(5, 0), SamplingParams(temperature=0, max_tokens=60))]}
-    parts: list[list[Joins]] = [[short, long], [{}]]
-    engines = Processes(
-        engine_of_two,
-        [
-            (number, name, nano, "tp1-dp2-ep2", CAPTURED, machine, {}, *parts[number])
-            for number in range(2)
-        ],
-    )
-    assert len(engines.found_by(0)[0][0]) == 3
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_ends_or_stands_still_ends_the_other_in_its_exchange(
+    nano: Path, how: signal.Signals
+) -> None:
+    """Where it stands still, it is killed."""
+    engines = two_that_wait("tp1-dp2-ep2", nano, [SHORT, LONG], [{}])
     other = engines.each[1].pid
     assert other is not None
     os.kill(other, signal.SIGSTOP)
     engines.go_on(0)
-    killing = threading.Timer(1.0, os.kill, [other, signal.SIGKILL])
+    killing = threading.Timer(1.0, os.kill, [other, how])
     killing.start()
-    error = engines.found_by(0)
-    assert "decode-1, which shares experts with this worker, has ended" in error
+    said = "has ended" if how is signal.SIGKILL else "has said nothing for"
+    assert f"decode-1, which shares experts with this worker, {said}" in engines.found_by(0)
     engines.go_on(0)
     engines.join()
+    assert [each.exitcode for each in engines.each] == [0, -signal.SIGKILL]
+
+
+def test_a_rank_that_stands_still_ends_all_engines_that_share_experts(nano: Path) -> None:
+    """Its own engine finds that it does; the other one waits for both of its ranks."""
+    engines = two_that_wait("tp2-dp2-ep4", nano, [SHORT, LONG], [{}, LONG])
+    [follower] = followers(engines.each[1].pid)
+    follower.send_signal(signal.SIGSTOP)
+    engines.go_on()
+    first, second = engines.found()
+    assert "decode-1, which shares experts with this worker, has ended" in first
+    assert "rank 1 of this model gave no sign of life" in second
+    engines.go_on()
+    engines.join()
+    assert [each.exitcode for each in engines.each] == [0, 0]
+    assert not follower.is_running()
+
+
+def two_that_wait(words: str, path: Path, *joins: list[Joins]) -> Processes:
+    """Return two engines with captured steps once they have computed their first requests."""
+    name, shape = group_name(), Shape.parse(words)
+    machine = {"num_devices": shape.tp}
+    engines = Processes(
+        engine_of_two,
+        [
+            (number, name, path, words, CAPTURED, machine, {"silent_s": 20.0}, *each)
+            for number, each in enumerate(joins)
+        ],
+    )
+    first, second = engines.found()
+    assert not isinstance(second, str), (first, second)
+    assert len(first[0][0]) == 3
+    return engines
