@@ -3,8 +3,9 @@
 A grant is one writer's permission for some memory. Each of its writes carries the grant's number,
 and the owner's side refuses a number that was revoked. The owner keeps one word for each slot: the
 least number that is still valid there. The numbers of a slot only grow. So a number that was never
-issued here is valid until it is revoked (a lead issues numbers for its followers). The words lie in
-memory that peers of this host can read. Memory of a revoked grant rests until nothing can write by
+issued here is valid until it is revoked: a lead issues numbers for its followers. What each engine
+issues for its staging windows has slots of its own, so the two never meet. The words lie in memory
+that peers of this host can read. Memory of a revoked grant rests until nothing can write by
 the grant any more. Where nobody can tell, it rests for a time.
 
 Workers may reach all registered memory. A pool client reaches only what the owner has lent it:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from mooncake.transfer.engine import Pieces
 
 NUM_SLOTS = 2**16
-"""Grants that may be open at a time."""
+"""Grants that may be open at a time, half of them for windows."""
 
 
 class Fence(IntEnum):
@@ -52,15 +53,35 @@ class Words(Protocol):
     def __setitem__(self, slot: int, number: int, /) -> None: ...
 
 
+class _Slots:
+    """Slots that are free."""
+
+    def __init__(self, all_slots: range) -> None:
+        self._returned: list[int] = []
+        self._untaken = iter(all_slots)
+
+    def take(self) -> int:
+        """Return a slot. Raises TransferError when none is free."""
+        if self._returned:
+            return self._returned.pop()
+        slot = next(self._untaken, None)
+        if slot is None:
+            raise TransferError(f"more than {NUM_SLOTS // 2} grants would be open at once")
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        self._returned.append(slot)
+
+
 class Grants:
     """The grants of one engine."""
 
     def __init__(self, words: Words) -> None:
         self._words = words
         self._lock = threading.Lock()
-        self._free: list[int] = []
-        self._next_slot = 0
-        """This slot and those after it were never taken."""
+        half = NUM_SLOTS // 2
+        self._slots = _Slots(range(half)), _Slots(range(half, NUM_SLOTS))
+        """Those for memory, and those for windows."""
         self._open: set[int] = set()
         self._last = 0
 
@@ -69,16 +90,12 @@ class Grants:
         """Grants that were issued here and not revoked."""
         return len(self._open)
 
-    def issue(self) -> int:
-        """Return a new number, never 0. Raises TransferError when too many are open."""
+    def issue(self, *, window: bool = False) -> int:
+        """Return a new number, never 0. Raises TransferError when too many are open. window: it is
+        for a staging window of this engine, not for memory of which a lead may issue numbers.
+        """
         with self._lock:
-            if self._free:
-                slot = self._free.pop()
-            elif self._next_slot < NUM_SLOTS:
-                slot = self._next_slot
-                self._next_slot += 1
-            else:
-                raise TransferError(f"more than {NUM_SLOTS} grants would be open at once")
+            slot = self._slots[window].take()
             self._last += 1
             number = self._last * NUM_SLOTS + slot
             self._open.add(number)
@@ -92,7 +109,7 @@ class Grants:
                 self._words[slot] = number + 1
             if number in self._open:
                 self._open.remove(number)
-                self._free.append(slot)
+                self._slots[slot >= NUM_SLOTS // 2].give_back(slot)
 
     def close(self) -> None:
         """Release the words. After this nobody writes here by a grant."""

@@ -301,7 +301,7 @@ class StagingSession:
         checksum = 0 if window.is_write or not self._owner.compares else self._checksum(window)
         if window.is_write:
             try:
-                window.grant = self._owner.table.grants.issue()
+                window.grant = self._owner.table.grants.issue(window=True)
             except TransferError as error:
                 self._filled(window, error.message)
                 return

@@ -126,6 +126,22 @@ def test_bytes_that_change_on_their_way_to_or_from_a_window_are_found(
     )
 
 
+@pytest.mark.parametrize("protocol", WIRED)
+def test_windows_end_no_grant_that_a_lead_has_issued(opened: Open, protocol: str) -> None:
+    """A follower hears of its lead's grants only when they end."""
+    us, follower, lead = opened("us", (protocol,)), opened("follower", (protocol,)), opened("lead")
+    ours, theirs = us.host(SIZE, 1), follower.device(SIZE, 2)
+    grants = [lead.transfer.grant() for _ in range(3)]
+    ops = [TransferOp(ours.region_id, 0, theirs.region_id, 0, SIZE)]
+    to = follower.transfer.segment
+    for grant in grants * 2:
+        assert move(us.transfer, Op.WRITE, to, ops, grant=grant).error is None
+    assert content(theirs) == content(ours)
+    follower.transfer.revoke(grants[1])
+    errors = [move(us.transfer, Op.WRITE, to, ops, grant=each).error for each in grants]
+    assert [error is None for error in errors] == [True, False, True]
+
+
 def test_a_batch_may_mix_host_and_devices(opened: Open) -> None:
     us, owner = opened("us"), opened("owner")
     ours = [us.device(SIZE, 1), us.host(SIZE, 2)]
