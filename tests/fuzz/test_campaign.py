@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
 ]
 
-NUM_INPUTS = examples(1000)
+NUM_INPUTS = examples(500)
 
 
 @pytest.fixture(autouse=True)

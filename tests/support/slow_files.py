@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
@@ -21,15 +22,18 @@ none of them still runs in one process after the others have ended.
 """
 
 
+@cache
 def is_in_slow_folder(path: Path) -> bool:
     return any(folder == path or folder in path.parents for folder in SLOW_FOLDERS)
 
 
+@cache
 def may_hold(path: Path, marker: str) -> bool:
     """Whether the file names the marker, or all its tests have it."""
     return f"mark.{marker}" in path.read_text() or (marker == "slow" and is_in_slow_folder(path))
 
 
+@cache
 def turn(path: Path) -> int:
     """Return which of `LONGEST` the file belongs to; all others come after these."""
     named = [each for each in LONGEST if path.is_relative_to(TESTS / each)]
