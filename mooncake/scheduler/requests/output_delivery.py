@@ -8,12 +8,11 @@ ones. Where gaps have a limit, the first token is therefore held and delivered w
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container
-from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from mooncake.base import RequestOutput, RequestState
 from mooncake.scheduler.config import SchedulerConfig
-from mooncake.scheduler.requests.record import RequestRecord
+from mooncake.scheduler.requests.record import HeldFirst, RequestRecord
 from mooncake.telemetry.events import FirstToken, Recorder, Tokens
 
 MAX_HELD_GAPS = 3.0
@@ -22,21 +21,24 @@ limit: by then the hand-over has gone wrong and waiting gains nothing.
 """
 
 
-class Deadlines:
-    """Request ids by deadline, the earliest first. An entry stays when its request ends, so the
-    caller of `pop_due` checks whether the request still exists.
+Item = TypeVar("Item")
+
+
+class Deadlines(Generic[Item]):
+    """Requests by deadline, the earliest first. An entry stays when its request ends, so the caller
+    of `pop_due` checks whether the deadline still counts.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, str]] = []
+        self._heap: list[tuple[float, int, Item]] = []
         self._num_added = 0
 
-    def add(self, request_id: str, at_s: float) -> None:
+    def add(self, item: Item, at_s: float) -> None:
         """Add a deadline."""
         self._num_added += 1
-        heapq.heappush(self._heap, (at_s, self._num_added, request_id))
+        heapq.heappush(self._heap, (at_s, self._num_added, item))
 
-    def pop_due(self, now: float) -> str | None:
+    def pop_due(self, now: float) -> Item | None:
         """Remove and return the request with the earliest deadline, if that has passed."""
         return heapq.heappop(self._heap)[2] if self._heap and self._heap[0][0] <= now else None
 
@@ -46,24 +48,13 @@ class Deadlines:
         return self._heap[0][0] if self._heap else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A first token that is held until the second one comes."""
-
-    record: RequestRecord
-    event: RequestOutput
-    worker_id: str
-    until_s: float
-
-
 class OutputDelivery:
     """Delivers tokens to sinks. A sink may abort its request while it is being called."""
 
     def __init__(self, config: SchedulerConfig, recorder: Recorder) -> None:
         self._config = config
         self._recorder = recorder
-        self._held: dict[str, _Held] = {}
-        self._deadlines = Deadlines()
+        self._deadlines: Deadlines[RequestRecord] = Deadlines()
 
     def deliver(
         self, record: RequestRecord, event: RequestOutput, worker_id: str, now: float
@@ -71,35 +62,25 @@ class OutputDelivery:
         """Deliver the next tokens of a request, or hold its first token."""
         until_s = self._until_s(record, now) if event.start == 0 else now
         if until_s > now:
-            self._held[record.request_id] = _Held(record, event, worker_id, until_s)
-            self._deadlines.add(record.request_id, until_s)
+            record.held_first = HeldFirst(event, worker_id, until_s)
+            self._deadlines.add(record, until_s)
             return
-        self.deliver_held(record.request_id, now)
+        self.deliver_held(record, now)
         if record.state is not RequestState.FINISHED:
             self._send(record, event, worker_id, now)
 
-    def deliver_held(self, request_id: str, now: float) -> None:
+    def deliver_held(self, record: RequestRecord, now: float) -> None:
         """Deliver the held token of a request, if it has one."""
-        held = self._held.pop(request_id, None)
+        held, record.held_first = record.held_first, None
         if held is not None:
-            self._send(held.record, held.event, held.worker_id, now)
-
-    def drop(self, request_id: str) -> None:
-        """Drop the held token of a request."""
-        self._held.pop(request_id, None)
+            self._send(record, held.output, held.worker_id, now)
 
     def tick(self, now: float) -> float | None:
         """Deliver the tokens that were held long enough; return when to call again."""
-        while (request_id := self._deadlines.pop_due(now)) is not None:
-            held = self._held.get(request_id)
-            if held is not None and held.until_s <= now:
-                self.deliver_held(request_id, now)
+        while (record := self._deadlines.pop_due(now)) is not None:
+            if record.held_first is not None and record.held_first.until_s <= now:
+                self.deliver_held(record, now)
         return self._deadlines.next_s
-
-    def check_integrity(self, accepted: Container[str]) -> None:
-        """Raise AssertionError when a token is held for a request that has ended."""
-        for request_id in self._held:
-            assert request_id in accepted, f"a token of {request_id}, which has ended, was kept"
 
     def _until_s(self, record: RequestRecord, now: float) -> float:
         """Return until when the first token of a request may be held; `now`: it is not held."""

@@ -44,6 +44,15 @@ prediction may be wrong.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class HeldFirst:
+    """A first token that is delivered with the second one, or at `until_s` (`output_delivery`)."""
+
+    output: RequestOutput
+    worker_id: str
+    until_s: float
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """The state of an accepted request."""
@@ -83,6 +92,7 @@ class RequestRecord:
     """The layout, and so the weights, under which it was placed last."""
     tokens: list[int] = field(default_factory=list)
     """The output so far: each position once, in order."""
+    held_first: HeldFirst | None = None
     num_conflicts: int = 0
     """Repeated tokens that differed from those in `tokens`: a worker was not deterministic."""
     _held: dict[int, RequestOutput] = field(default_factory=dict)

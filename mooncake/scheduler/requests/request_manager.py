@@ -107,7 +107,7 @@ class RequestManager:
         self._read_ahead = ReadAhead(config, ports.worker, ports.channel, conductor)
         self._pending = PendingQueue(config.max_queue, self._read_ahead)
         self._delivery = OutputDelivery(config, ports.recorder)
-        self._deadlines = Deadlines()
+        self._deadlines: Deadlines[str] = Deadlines()
         self._next_scan_s = 0.0
         self.demand = DemandMeter()
         """What clients ask for."""
@@ -262,7 +262,6 @@ class RequestManager:
         """Raise AssertionError when permits, requests, queues and bookings disagree."""
         self._permits.check_integrity([r.request for r in self._requests.values()])
         self._pending.check_integrity()
-        self._delivery.check_integrity(self._requests)
         for name, record in self._requests.items():
             waits = name in self._pending
             assert record.state is not RequestState.FINISHED, "an ended request was kept"
@@ -603,10 +602,10 @@ class RequestManager:
     ) -> None:
         """End a request: drop its state here and on its workers, and send its final event."""
         if reason is not FinishReason.ABORT:
-            self._delivery.deliver_held(record.request_id, now)
+            self._delivery.deliver_held(record, now)
             if record.state is RequestState.FINISHED:
                 return  # its sink has aborted it
-        self._delivery.drop(record.request_id)
+        record.held_first = None
         self._learn_blocks(record)
         well = reason in (FinishReason.STOP, FinishReason.LENGTH)
         self._attempts.end(record, done)
