@@ -128,8 +128,10 @@ def _parse_compressed(config: Mapping[str, Any]) -> Int4Group:
         raise _unsupported("format", config.get("format"), "'pack-quantized'")
     # A transform rotates weights; a sparse format leaves numbers out of them.
     for key in ("kv_cache_scheme", "transform_config", "sparsity_config"):
-        if config.get(key):
-            raise _unsupported(key, config[key], "none")
+        value = config.get(key)
+        is_dense = isinstance(value, dict) and value.get("format") == "dense"
+        if value and not is_dense:
+            raise _unsupported(key, value, "none")
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         raise _unsupported("config_groups", groups, "exactly one group")

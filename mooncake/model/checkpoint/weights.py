@@ -339,10 +339,13 @@ def _ignored(name: str, num_layers: int) -> bool:
     return layer is not None and int(layer.group(1)) >= num_layers
 
 
-def _logical_names(homes: Iterable[str], num_layers: int) -> set[str]:
+def _logical_names(homes: Homes, num_layers: int) -> set[str]:
+    """Return the names that a model must know. It need not know an empty tensor, such as
+    transformers writes for no shared experts.
+    """
     names = set()
-    for name in homes:
-        if not _ignored(name, num_layers):
+    for name, (file, stored_name) in homes.items():
+        if file.tensors[stored_name].num_bytes and not _ignored(name, num_layers):
             base, weight, suffix = name.rpartition(".weight")
             names.add(base + weight if suffix in _PART_SUFFIXES else name)
     return names

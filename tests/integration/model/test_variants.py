@@ -51,6 +51,7 @@ MODELS: dict[str, Config] = {
     "a single expert a token": {"num_experts_per_tok": 1},
     "all experts": {"num_experts_per_tok": 8},
     "three shared experts": {"n_shared_experts": 3},
+    "no shared expert": {"n_shared_experts": 0},
     "no dense layer": {"first_k_dense_replace": 0},
     "only dense layers": {"first_k_dense_replace": 3},
     "more dense layers than layers": {"first_k_dense_replace": 5},
@@ -220,6 +221,7 @@ def compare(model: Any, home: Path) -> None:
     assert tokens == generated[0, NUM_PROMPT:].tolist()
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # no shared expert
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 def test_models(changes: Config, tmp_path: Path) -> None:
     truth("plain", **changes).save_pretrained(tmp_path)

@@ -182,6 +182,10 @@ class TestConfig:
             assert not parsed.quantizes(layer + module)
         assert not parsed.quantizes("lm_head")
 
+    def test_older_libraries_say_that_nothing_is_sparse(self) -> None:
+        dense = {"sparsity_config": {"format": "dense", "targets": ["Linear"]}}
+        assert parse_quantization(INT4_CONFIG | dense) == parse_quantization(INT4_CONFIG)
+
     def test_what_is_no_object_is_refused(self) -> None:
         with pytest.raises(CheckpointError, match="quantization_config='fp8' is not an object"):
             parse_quantization("fp8")  # type: ignore[arg-type]
