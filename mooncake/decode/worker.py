@@ -34,7 +34,7 @@ from mooncake.decode.task import (
     may_reserve,
 )
 from mooncake.engine.plan import StepResult
-from mooncake.engine.sequence import Made
+from mooncake.engine.sequence import Made, rank
 from mooncake.instance import Instance, RoleWorker
 
 
@@ -94,7 +94,7 @@ class DecodeWorker(RoleWorker[DecodeJob]):
         elif len(self._waiting) >= self.instance.config.max_reservations:
             self._fail(job, Failure.turned_away("the decode queue is full"))
         else:
-            insort(self._waiting, job, key=DecodeJob.rank)
+            insort(self._waiting, job, key=rank)
 
     def _admit_waiting(self, now: float) -> None:
         """Start the jobs for which there is room, in order; `may_be_passed` has the exception."""
@@ -335,7 +335,7 @@ class DecodeWorker(RoleWorker[DecodeJob]):
             self.instance.count("prompt_tokens_cached", cached)
         if job.trace is not None:
             if first and output.tokens:
-                job.trace.computed(job, job.num_task_tokens, now)
+                job.trace.computed(job, now)
             if output.finish is not None:
                 job.trace.decoded(job, job.num_tokens - job.num_given, now)
         made = job.output(output, cached if first else None)

@@ -200,7 +200,7 @@ complete.
 
 
 def rank(sequence: Sequence) -> tuple[float, int, int]:
-    """Return the sort key: smaller goes first. It is unique in an engine."""
+    """Return the sort key: smaller goes first. It is unique among the sequences of an engine."""
     return sequence.turn, sequence.flow[0].order, sequence.arrival
 
 

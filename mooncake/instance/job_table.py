@@ -69,15 +69,13 @@ class JobTrace:
             facts: dict[str, Fact] = {"mooncake.start": start, "mooncake.tokens": num_tokens}
             self._chunks.append(WorkEvent("chunk", now, facts))
 
-    def computed(self, sequence: Sequence, num_tokens: int, now: float) -> None:
-        """End the computation of a prompt's `num_tokens`. It began when the engine first had room
-        for it.
-        """
-        begun_s = now if sequence.started_s is None else sequence.started_s
+    def computed(self, job: Job, now: float) -> None:
+        """End the computation of a job's prompt. It began when the engine first had room for it."""
+        begun_s = now if job.started_s is None else job.started_s
         self.waited("queue", begun_s)
         facts: dict[str, Fact] = {
-            "mooncake.tokens": num_tokens - sequence.num_cached_tokens,
-            "mooncake.cached_tokens": sequence.num_cached_tokens,
+            "mooncake.tokens": job.num_task_tokens - job.num_cached_tokens,
+            "mooncake.cached_tokens": job.num_cached_tokens,
         }
         self._add("prefill", begun_s, now, facts, self._chunks)
         self.since_s = now
@@ -88,11 +86,11 @@ class JobTrace:
             facts = _facts(len(destination.wanted), destination.carried)
             self._add("transfer", destination.begun_s, now, facts)
 
-    def decoded(self, sequence: Sequence, num_tokens: int, now: float) -> None:
-        """End the generation of `num_tokens` tokens."""
+    def decoded(self, job: Job, num_tokens: int, now: float) -> None:
+        """End the generation of `num_tokens` tokens of a job."""
         facts: dict[str, Fact] = {
             "mooncake.tokens": num_tokens,
-            "mooncake.preemptions": sequence.num_preemptions,
+            "mooncake.preemptions": job.num_preemptions,
         }
         self._add("decode", self.since_s, now, facts)
 
@@ -163,10 +161,6 @@ class Job(Sequence):
     @property
     def request_id(self) -> str:
         return self.request.request_id
-
-    def rank(self) -> tuple[float, int]:
-        """Return the sort key of queues: smaller goes first."""
-        return self.turn, self.request.priority.order
 
     def chain_head(
         self, keys: list[BlockKey], num_counted: int, first: int = 0, num_kept_tokens: int = 0

@@ -35,7 +35,7 @@ from mooncake.base.request import (
     request_finish,
 )
 from mooncake.engine.plan import LayerDone, StepResult, StepSlot
-from mooncake.engine.sequence import Made
+from mooncake.engine.sequence import Made, rank
 from mooncake.instance import Destination, Instance, Push, RoleWorker
 from mooncake.instance.job_table import Job
 
@@ -120,7 +120,7 @@ class PrefillWorker(RoleWorker[PrefillJob]):
             outside[job.flow] += instance.layout.num_blocks(job.num_task_tokens)
         standing = engine.standing(outside)
         coming = sum(instance.layout.num_blocks(job.num_task_tokens) for job in self._settling)
-        held = sorted((job for job in held if job.decode is None), key=PrefillJob.rank)
+        held = sorted((job for job in held if job.decode is None), key=rank)
         for sequence, num_pages in engine.due(standing):
             if engine.claim(sequence):
                 continue
@@ -279,7 +279,7 @@ class PrefillWorker(RoleWorker[PrefillJob]):
         self.instance.count("prompt_tokens", job.num_task_tokens)
         self.instance.count("prompt_tokens_cached", job.num_cached_tokens)
         if job.trace is not None:
-            job.trace.computed(job, job.num_task_tokens, now)
+            job.trace.computed(job, now)
         first = job.output(msgspec.structs.replace(output, finish=finish), job.num_cached_tokens)
         self.instance.queue_output(job.task.gateway, first)
         job.sampled_s, job.stage = now, Stage.PUSHING
