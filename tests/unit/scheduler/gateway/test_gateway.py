@@ -17,6 +17,7 @@ from mooncake.base import (
     WorkerLoad,
     WorkerRef,
 )
+from mooncake.base.kv_events import AllBlocksCleared, KvEvent
 from mooncake.base.messages import OWN_RELEASE, AskCluster, ClusterTold, GatewayNews, Release
 from mooncake.base.messages import Refused as RefusedMessage
 from mooncake.base.request import CacheHits, CacheMisses, CacheUse, FinishInfo
@@ -310,14 +311,17 @@ def test_a_worker_that_shares_its_experts_keeps_its_role(harness: Pair) -> None:
     assert harness.channel.of(Drain, harness.d0.address)
 
 
-def test_a_worker_of_a_release_that_speaks_no_common_version_is_told_so(harness: Pair) -> None:
+def test_a_worker_of_a_release_that_speaks_no_common_version_is_told_so(
+    harness: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     later = Release("9.0", OWN_RELEASE.version + 2, OWN_RELEASE.version + 1)
     newcomer = msgspec.structs.replace(hello("d1", Role.DECODE), release=later)
     harness.gateway.handle(newcomer, 0.0)
     [refused] = harness.channel.of(RefusedMessage, newcomer.worker.address)
     assert (refused.asker, refused.message) == (newcomer.worker, "WorkerHello")
-    assert str(later) in refused.reason
-    assert str(OWN_RELEASE) in refused.reason
+    for told in (refused.reason, caplog.text):
+        assert str(later) in told
+        assert str(OWN_RELEASE) in told
     assert "one release at a time" in refused.reason
     harness.submit(request("r"))
     assert harness.tasks(harness.d0)
@@ -514,6 +518,13 @@ def test_it_says_goodbye_to_workers_and_gateways(harness: Pair) -> None:
         and e.role is Role.GATEWAY
     ]
     assert seen == [(WorkerJoined, other.worker_id), (WorkerLeft, other.worker_id)]
+
+
+def test_subscribers_to_blocks_forget_the_gateway_before_this_one(harness: Pair) -> None:
+    """Before they hear of any block."""
+    published: list[KvEvent] = []
+    harness.gateway.publish_blocks(published.extend)
+    assert published == [AllBlocksCleared()]
 
 
 def test_a_pool_client_s_inventory_has_no_block_checked_again(

@@ -128,13 +128,17 @@ def test_a_namesake_is_no_peer() -> None:
     assert first.peers.live == []
 
 
-def test_a_gateway_of_a_release_that_speaks_no_common_version_is_no_peer() -> None:
+def test_a_gateway_of_a_release_that_speaks_no_common_version_is_no_peer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     wire = Wire()
     first = wire.start("gateway-0")
     later = Release("9.0", OWN_RELEASE.version + 2, OWN_RELEASE.version + 1)
     news = GatewayNews(gateway=ref("gateway-1"), gateways=[], release=later)
     first.hear(news)
     assert first.peers.live == []
+    assert str(later) in caplog.text
+    assert str(OWN_RELEASE) in caplog.text
     first.hear(msgspec.structs.replace(news, release=Release("next", later.version, 1)))
     assert first.came == ["gateway-1"]
 
