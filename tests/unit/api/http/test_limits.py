@@ -90,6 +90,16 @@ def test_repeats_take_no_permit() -> None:
     limited.enter(0.0)
 
 
+def test_repeats_count_among_the_requests_of_a_minute_and_need_no_tokens() -> None:
+    limited = account(requests_per_min=3, tokens_per_min=10)
+    limited.enter(0.0)
+    limited.charge(20, 0.0)
+    for _ in range(2):
+        limited.enter(0.0, repeats=True)
+    with pytest.raises(Limited, match="3 requests a minute"):
+        limited.enter(0.0, repeats=True)
+
+
 def test_a_refused_request_costs_nothing() -> None:
     limited = account(requests_per_min=2, max_concurrent=1)
     limited.enter(0.0)
