@@ -89,6 +89,15 @@ def test_hostile_schemas_are_given_up(checker: SchemaChecker, name: str) -> None
     assert again.message == "not checked: this schema took too long before"
 
 
+def test_one_that_fills_the_memory_is_given_up_however_long_it_may_take() -> None:
+    patient = SchemaChecker(cpu_limit_s=200.0, wall_limit_s=200.0)
+    try:
+        [fault] = check(patient, {"anyOf": [{"not": {}}] * 20_000}, "x" * 100_000)
+    finally:
+        patient.close()
+    assert fault.message.startswith("not checked: MemoryError")
+
+
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
