@@ -363,7 +363,11 @@ def _tool_rule(tool: ToolRule, max_parts: int, trials: PatternTrials) -> SchemaR
 
 
 def _json(schema: dict[str, Any], param: str) -> str:
-    """Return a schema as text. Raises InvalidRequest when a value in it is nested too deep."""
+    """Return a schema as text. Raises InvalidRequest when a value in it is nested too deep, or it
+    is too long, which is found before all of it is written.
+    """
+    if _is_longer(schema, MAX_GRAMMAR_CHARS):
+        raise _too_long(param, MAX_GRAMMAR_CHARS)
     try:
         return json.dumps(schema)
     except RecursionError as error:
@@ -395,12 +399,32 @@ def _cleaned(schema: Any) -> Any:
     return cleaned
 
 
+def _is_longer(value: Any, limit: int) -> bool:
+    """Return whether the names and texts in a JSON value have more than `limit` characters."""
+    waiting = [value]
+    while waiting and limit >= 0:
+        match waiting.pop():
+            case str(text):
+                limit -= len(text)
+            case dict(fields):
+                limit -= sum(map(len, fields)) + len(fields)
+                waiting += fields.values()
+            case list(items):
+                limit -= len(items)
+                waiting += items
+    return limit < 0
+
+
 def _check_length(text: str, param: str, limit: int) -> None:
     if len(text) > limit:
-        raise InvalidRequest(
-            f"{param}: the text is longer than the limit of {limit} characters; send a shorter one",
-            param=param,
-        )
+        raise _too_long(param, limit)
+
+
+def _too_long(param: str, limit: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"{param}: the text is longer than the limit of {limit} characters; send a shorter one",
+        param=param,
+    )
 
 
 def _check(text: str, param: str) -> None:

@@ -358,8 +358,8 @@ class ServeConfig:
     max_connections: int = owned(ApiConfig, "max_connections", count(1), API, "N",
         "most open connections; when there are more, the oldest that has proven no key is closed")
     max_body_cost: int = owned(ApiConfig, "max_body_cost", count(1), API, "N",
-        "most values in a body; fields, objects and lists count 8, items of lists 1; streams stall "
-        "about 1 ms for every 5,000")
+        "most values in a body; fields, objects and lists count 8, items of lists 1, 64 digits of "
+        "a number 40; streams stall about 1 ms for every 5,000")
     timeout_keep_alive: int = owned(ApiConfig, "keep_alive_s", count(1, 86400), API, "S",
         "seconds that idle connections stay open; choose more than a proxy in front of this server "
         "has")

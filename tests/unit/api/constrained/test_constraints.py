@@ -371,3 +371,26 @@ def test_white_space_between_tokens_is_bounded() -> None:
     grammar = chat(guided_json=INT)
     assert fits(grammar, "{" + " " * 40 + '"a":1}')
     assert not fits(grammar, "{" + " " * 41)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": "y" * 1_000_001},
+        {"enum": ["y" * 1_000] * 1_001},
+        {"properties": {"y" * 1_000_001: {}}},
+        {"items": [{"pattern": "y" * 600_000}, {"pattern": "y" * 600_000}]},
+    ],
+)
+def test_a_schema_that_is_too_long_is_refused_before_it_is_written(
+    monkeypatch: pytest.MonkeyPatch, schema: dict[str, Any]
+) -> None:
+    """Writing 16 MB would hold Python's lock for 60 ms, several times for the tools of a call."""
+
+    def write(*_: Any) -> str:
+        raise AssertionError("it is written")
+
+    monkeypatch.setattr("mooncake.api.constrained.grammar.json.dumps", write)
+    body = CompletionRequest(prompt="a", guided_json=schema)
+    with pytest.raises(InvalidRequest, match="longer than the limit of 1000000 characters"):
+        answer_form(body)
