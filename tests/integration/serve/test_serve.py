@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -351,6 +352,12 @@ def test_keys_change_while_it_runs(checkpoint: Path, tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGHUP)
         server.wait_for("api-keys-file: 2 keys read", 60)
         assert (status_of("alice"), status_of("bob")) == (200, 200)
+        num_read = sum("2 keys read" in line for line in server.lines)
+        server.process.send_signal(signal.SIGHUP)  # this alone, as the file is what it was
+        pause, end_s = threading.Event(), time.monotonic() + 60
+        while sum("2 keys read" in line for line in server.lines) == num_read:
+            assert time.monotonic() < end_s, "a signal has it read again"
+            pause.wait(0.05)
         path.write_text("keys: 7")
         server.process.send_signal(signal.SIGHUP)
         server.wait_for("the keys stay as they were: api-keys-file: .*must hold `keys:`", 60)
