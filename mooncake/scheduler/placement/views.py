@@ -483,10 +483,10 @@ class Fleet:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a row differs from its view."""
-        columns = self.refresh()
-        for at, view in enumerate(self.views):
-            assert view.worker_id == self._ids[at]
-            assert tuple(columns[:, at]) == _row(view), f"the row of {view.worker_id} is stale"
+        rows = self.refresh().T.tolist()
+        for worker_id, row, view in zip(self._ids, rows, self.views, strict=True):
+            assert view.worker_id == worker_id
+            assert row == [*_row(view)], f"the row of {worker_id} is stale"
 
 
 def bits(mask: int, num_slots: int) -> Bools:
