@@ -153,3 +153,34 @@ def test_a_disk_is_replaced_by_the_steps_of_the_page(tmp_path: Path) -> None:
         assert b.path(f"{HOME}/found").read_bytes() == b.path(f"{HOME}/value").read_bytes()
         assert pool.run(b, "put", "one more", "value")[0] == 0
         until(lambda: pool.count(b, "ssd_blocks_written") > 0, "the new disk is used")
+
+
+def test_a_node_whose_disk_is_not_mounted_does_not_start(tmp_path: Path) -> None:
+    """By the directory that the page names: with the mount point alone, the node would fill the
+    disk of the system. Once the disk is mounted, the same command starts the node.
+    """
+    model = write_config_only(tmp_path / "shared" / "small")
+    [(made, named)] = re.findall(
+        r"`mkdir (/mnt/disk/\w+)`, then `--ssd (/mnt/disk\S+):SIZE`", OPERATING.read_text()
+    )
+    point = f"{HOME}/disk"
+    mount = ("mount", "--bind", DISK, point)
+    with hosts(1, tmp_path / "hosts", tmp_path / "shared") as [host]:
+        pool = Pool([host], f"{SHARED}/{model.name}", DISK)
+        file = host.path(f"{HOME}/pool.yaml")
+        own = named.replace("/mnt/disk", point)
+        file.write_text(file.read_text().replace(f"{DISK}/pool", own))
+        host.check("mkdir", point)
+        host.check(*mount)
+        host.check("mkdir", made.replace("/mnt/disk", point))
+        host.check("umount", point)
+        node = pool.start(host)
+        node.wait_for("is not there; create it, or mount the disk first")
+        assert node.process.wait(60) == 2
+        host.check("rmdir", point)  # nothing was made there
+        host.check("mkdir", point)
+        host.check(*mount)
+        node = pool.start(host)
+        node.wait_for("clients and other nodes")
+        assert node.stop() == 0, node.output
+        host.check("test", "-d", f"{DISK}/blocks/pool")
