@@ -79,6 +79,10 @@ ENGINES = {
 """A file for each kind of engine that there is in any file, where it decodes; whether its GPUs are
 measured before they get pages, as a worker's always are.
 """
+SERVED = [
+    (name, plain) for name in ENGINES for plain in (False, True)[: 1 + name.startswith("k2-h800")]
+]
+"""Each, and those with FP8 in float32, too: there no sum is rounded."""
 
 
 def joins(numbers: range) -> Joins:
@@ -103,9 +107,12 @@ class Models:
         self._folder = folder
         self._answers: dict[str, Answers] = {}
 
-    def __getitem__(self, name: str) -> Path:
-        """Return the checkpoint that stands for one of `configs/models`."""
+    def path(self, name: str, *, plain: bool) -> Path:
+        """Return the checkpoint that stands for one of `configs/models`. plain: in float32, before
+        it was quantized.
+        """
         path = self._folder / name
+        wide = path.with_name(f"{name}-wide")
         if not path.exists():
             given = shipped.configs() / "models" / name / "config.json"
             config = json.loads(given.read_text())
@@ -115,10 +122,9 @@ class Models:
                 if quantization == config["quantization_config"]
             )
             kept = {key: value for key, value in config.items() if key not in OTHERS} | SMALL
-            wide = path.with_name(f"{name}-wide")
             init_checkpoint("k2-nano", 0, wide, "float32", overrides=kept)
             convert_checkpoint(wide, path, precision)
-        return path
+        return wide if plain else path
 
     def answers(self, worker: WorkerSettings) -> Answers:
         """Return the answers of one rank on the CPU, by the references of the format."""
@@ -132,12 +138,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("k2"))
 
 
-def config_of(name: str, models: Models, **settings: Any) -> ServeConfig:
+def config_of(name: str, models: Models, *, plain: bool, **settings: Any) -> ServeConfig:
     """Return what a file says of `serve`, with these settings and a small model."""
     written = read_file(str(shipped.configs() / "serve" / f"{name}.yaml"))
     for only_planned in ("dry_run", "hardware"):
         written.pop(only_planned, None)
-    model = str(models[Path(str(written.pop("model"))).name])
+    model = str(models.path(Path(str(written.pop("model"))).name, plain=plain))
     return resolve({**written, **LIMITS, **settings, "model": model}, None, {})
 
 
@@ -146,21 +152,23 @@ def with_gpus() -> Any:
     return mock.patch.object(machine_facts, "num_gpus", return_value=128)
 
 
-def started(name: str, models: Models, address: str = "") -> tuple[ServePlan, list[WorkerSettings]]:
+def started(
+    name: str, models: Models, address: str = "", *, plain: bool = False
+) -> tuple[ServePlan, list[WorkerSettings]]:
     """Return what `serve` starts by a file on one machine, as workers of the gateway at
     `address`.
     """
-    config = config_of(name, models)
+    config = config_of(name, models, plain=plain)
     with with_gpus():
         plan = make_plan(config, 1)
         return plan, cluster_workers(config, plan, address, SECRET, "host")
 
 
 def engine_of(
-    name: str, models: Models, address: str = ""
+    name: str, models: Models, address: str = "", *, plain: bool
 ) -> tuple[ServePlan, list[WorkerSettings]]:
     """Return the plan by a file, and the workers of its first engine that decodes."""
-    plan, workers = started(name, models, address)
+    plan, workers = started(name, models, address, plain=plain)
     engine = [worker for worker in workers if worker.role is Role.DECODE]
     return plan, engine[: engine[0].options.shape.dp]
 
@@ -232,11 +240,11 @@ def measured() -> Iterator[list[GpuMemory]]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", ENGINES if EVERY else ["k2-h200-tp8"])
+@pytest.mark.parametrize(("name", "plain"), SERVED if EVERY else SERVED[:1])
 def test_an_engine_of_a_file_has_the_answers_of_one_rank_on_the_cpu(
-    models: Models, name: str
+    models: Models, name: str, plain: bool
 ) -> None:
-    plan, workers = engine_of(name, models, f"a test at {SystemIds().hex(8)}")
+    plan, workers = engine_of(name, models, f"a test at {SystemIds().hex(8)}", plain=plain)
     wanted = models.answers(workers[0])
     each = NUM_PROMPTS // len(workers)
     engines = Processes(
@@ -261,7 +269,7 @@ def test_an_engine_of_a_file_has_the_answers_of_one_rank_on_the_cpu(
     engines.go_on()
     for answers, memories in found:
         check_answers(answers, wanted, plan.model.quantization)
-        if ENGINES[name]:
+        if ENGINES[name] and not plain:
             check_memory(plan, workers[0], memories)
     engines.join()
     assert [each.exitcode for each in engines.each] == [0] * len(workers)
@@ -269,11 +277,12 @@ def test_an_engine_of_a_file_has_the_answers_of_one_rank_on_the_cpu(
 
 def check_answers(made: Answers, wanted: Answers, quantization: QuantFormat | None) -> None:
     """Compare answers with those of one rank. With FP8, sums in another order may be rounded to
-    another number of eight bits. Then a token that is as likely may come; what follows it is
-    another text.
+    another number of eight bits: noise of a millionth in the embedding moves log-probabilities of
+    one rank by up to 0.15. Then a token that is as likely may come; what follows it is another
+    text.
     """
     rounds = isinstance(quantization, Fp8Block)
-    within, num_alike = (0.05, 0.75) if rounds else (1e-4, 1.0)
+    within, num_alike = (0.2, 0.75) if rounds else (1e-4, 1.0)
     alike = 0
     for number, tokens in made[0].items():
         pairs = list(zip(tokens, wanted[0][number], strict=True))
@@ -302,10 +311,10 @@ def test_prefill_and_decode_of_a_file_have_the_answers_of_one_rank_on_the_cpu(
     leads are threads of this process, and share its first GPU.
     """
     config = config_of(
-        "k2-h800-pd", models,
+        "k2-h800-pd", models, plain=True,
         num_gpu_blocks_override=256, kvstore_dram_bytes=1 << 24, self_profile=False,
     )  # fmt: skip
-    wanted, _ = models.answers(engine_of("k2-h800-pd", models)[1][0])
+    wanted, _ = models.answers(engine_of("k2-h800-pd", models, plain=True)[1][0])
     machine: dict[str, Any] = {"num_devices": 16, "device_bytes": 2 * DEVICE_BYTES, "order": RANDOM}
     with (
         mock.patch.object(model_cluster, "ANSWER_S", RANK_S),
@@ -323,8 +332,11 @@ def test_prefill_and_decode_of_a_file_have_the_answers_of_one_rank_on_the_cpu(
             answers = [cluster.submit(request) for request in requests]
             for answer in answers:
                 answer.final()
+            for e in cluster.events.events:
+                if type(e).__name__ not in ("WorkerReported", "StepDone"):
+                    print("EV", str(e)[:400])
             made = {number: answer.tokens for number, answer in enumerate(answers)}
-            assert sum(made[each] == wanted[each] for each in made) >= 0.75 * NUM_PROMPTS
+            assert made == wanted
             assert len(followers()) == 30
         finally:
             cluster.stop()
