@@ -176,12 +176,13 @@ def _await_health(started: _Started, poll_s: float, start_s: float) -> None:
     while time.monotonic() < end_s:
         if process.poll() is not None:
             break
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        with (
+            contextlib.suppress(OSError, http.client.HTTPException),
+            contextlib.closing(connection),
+        ):
             connection.request("GET", "/health")
-            status = connection.getresponse().status
-            connection.close()
-            if status == 200:
+            if connection.getresponse().status == 200:
                 return
         time.sleep(poll_s)
     raise RuntimeError(f"a server did not come up; see {log}")

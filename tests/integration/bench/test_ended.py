@@ -14,7 +14,8 @@ pytestmark = pytest.mark.timeout(120)
 
 END_S = 60.0
 WELL = """
-import http.server, sys
+import http.server, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 class Well(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)

@@ -102,9 +102,14 @@ def test_blocks_come_back_and_can_be_looked_at_and_removed(session: PoolSession)
     until(lambda: session.match([*blocks, key(99)]) == len(blocks), "the gateway knows them")
     assert session.remove([key(3), key(99)]) == [True, False]
     assert session.get(list(blocks)) == [data(n) for n in range(3)]
-    state = session.stat()
-    assert (state.load.num_total_blocks, state.load.num_cached_blocks) == (NUM_BLOCKS, 9)
-    assert state.load.num_running == state.load.num_waiting == 0
+    load = session.stat().load
+    assert (load.num_total_blocks, load.num_cached_blocks) == (NUM_BLOCKS, 9)
+
+    def at_rest() -> bool:
+        load = session.stat().load
+        return load.num_running == load.num_waiting == 0
+
+    until(at_rest, "the node has sent the last block and dropped the pin")
 
 
 def test_blocks_go_straight_from_and_to_registered_memory(session: PoolSession) -> None:
