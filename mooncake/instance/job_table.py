@@ -207,8 +207,8 @@ class Job(Sequence):
     @property
     def reusable_keys(self) -> list[BlockKey]:
         """The keys of the blocks that may come from a cache. The last known token is always
-        computed, because its logits are needed, and so are those of a prompt with log-probabilities
-        that nobody has delivered.
+        computed, because its logits are needed. So is the whole prompt, as long as its
+        log-probabilities are wanted and no worker has sent them.
         """
         if self.prompt_logprobs is not None:
             return []
