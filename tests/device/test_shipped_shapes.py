@@ -304,17 +304,19 @@ def check_memory(plan: ServePlan, worker: WorkerSettings, found: list[GpuMemory]
 
 @pytest.mark.skipif(not EVERY, reason="it takes 32 ranks: `make test-shapes` runs it")
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("plain", [False, True])
 def test_prefill_and_decode_of_a_file_have_the_answers_of_one_rank_on_the_cpu(
-    models: Models,
+    models: Models, plain: bool
 ) -> None:
     """Those of k2-h800-pd: blocks go from the 16 GPUs of one engine to the 16 of another. Both
     leads are threads of this process, and share its first GPU.
     """
     config = config_of(
-        "k2-h800-pd", models, plain=True,
+        "k2-h800-pd", models, plain=plain,
         num_gpu_blocks_override=256, kvstore_dram_bytes=1 << 24, self_profile=False,
     )  # fmt: skip
-    wanted, _ = models.answers(engine_of("k2-h800-pd", models, plain=True)[1][0])
+    plan, workers = engine_of("k2-h800-pd", models, plain=plain)
+    wanted = models.answers(workers[0])
     machine: dict[str, Any] = {"num_devices": 16, "device_bytes": 2 * DEVICE_BYTES, "order": RANDOM}
     with (
         mock.patch.object(model_cluster, "ANSWER_S", RANK_S),
@@ -329,14 +331,14 @@ def test_prefill_and_decode_of_a_file_have_the_answers_of_one_rank_on_the_cpu(
                 GenerateRequest(request_id=str(number), prompt=pack_tokens(tokens), sampling=each)
                 for number, (tokens, each) in enumerate(joins(range(NUM_PROMPTS))[0])
             ]
-            answers = [cluster.submit(request) for request in requests]
-            for answer in answers:
+            answers = dict(enumerate(map(cluster.submit, requests)))
+            for answer in answers.values():
                 answer.final()
-            for e in cluster.events.events:
-                if type(e).__name__ not in ("WorkerReported", "StepDone"):
-                    print("EV", str(e)[:400])
-            made = {number: answer.tokens for number, answer in enumerate(answers)}
-            assert made == wanted
+            made = (
+                {number: answer.tokens for number, answer in answers.items()},
+                {number: answer.logprobs for number, answer in answers.items()},
+            )
+            check_answers(made, wanted, plan.model.quantization)
             assert len(followers()) == 30
         finally:
             cluster.stop()

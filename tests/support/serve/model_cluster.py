@@ -50,6 +50,8 @@ class Answer:
     def __init__(self) -> None:
         self._events: queue.Queue[OutputEvent] = queue.Queue()
         self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        """Of the tokens, if the request asks for them."""
 
     def receive(self, event: OutputEvent) -> None:
         self._events.put(event)
@@ -59,7 +61,7 @@ class Answer:
         while len(self.tokens) < count:
             event = self._events.get(timeout=ANSWER_S)
             assert isinstance(event, RequestOutput), f"ended too early: {event}"
-            self.tokens += event.tokens
+            self._keep(event)
 
     def final(self) -> FinalEvent:
         """Return the end, all tokens collected."""
@@ -67,7 +69,11 @@ class Answer:
             event = self._events.get(timeout=ANSWER_S)
             if isinstance(event, FinalEvent):
                 return event
-            self.tokens += event.tokens
+            self._keep(event)
+
+    def _keep(self, event: RequestOutput) -> None:
+        self.tokens += event.tokens
+        self.logprobs += [entry.logprob for entry in event.logprobs or ()]
 
 
 class _Workers(WatchedWorkers):
