@@ -4,6 +4,7 @@ itself, the floors of ARCHITECTURE.md are those that are enforced, named tests e
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import tomllib
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SKIPPED = {".git", ".venv", "node_modules", "build", "dist", "checkpoints", "results"}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+IN_SENTENCE = re.compile(r"`mooncake ([^`\n…]* --[^`\n…]+)`")
 NAMED_FILE = re.compile(r"`((?:tests|charts|configs|benchmarks|mooncake|docs)/[\w./-]+)`")
 
 
@@ -72,6 +74,38 @@ def test_commands_are_ones_that_the_program_takes(document: Path) -> None:
         words = shlex.split(command)
         _, unknown = make_parser(words[0]).parse_known_args(words)
         assert unknown == [], command
+
+
+def flags_of(words: list[str]) -> set[str]:
+    """Return the flags of the command, or subcommand, that `words` begin with."""
+    parser = make_parser(words[0])
+    for word in words:
+        below = [
+            each for each in parser._actions if isinstance(each, argparse._SubParsersAction)
+        ]  # fmt: skip
+        if not below or word not in below[0].choices:
+            break
+        parser = below[0].choices[word]
+    return {*parser._option_string_actions}
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_flags_in_sentences_are_ones_that_their_command_has(document: Path) -> None:
+    for command in IN_SENTENCE.findall(joined(document)):
+        words = shlex.split(command)
+        named = {word.partition("=")[0] for word in words if word.startswith("-")}
+        assert named - flags_of(words) == set(), command
+
+
+def test_packages_to_install_are_this_distribution_with_an_extra_that_it_has() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    right = {f"{project['name']}[{extra}]" for extra in project["optional-dependencies"]}
+    named = {
+        (word, str(path.relative_to(ROOT)))
+        for path in (*documents(), *(ROOT / "mooncake").rglob("*.py"))
+        for word in re.findall(r"pip install [\\'\"]*(mooncake[\w-]*\[\w+\])", path.read_text())
+    }
+    assert sorted((word, place) for word, place in named if word not in right) == []
 
 
 @pytest.mark.parametrize("name", reference_docs.PAGES_BY_NAME)

@@ -114,7 +114,7 @@ def run_node(file: str, name: str | None) -> int:
         MooncakeError: this machine is not in the file, or has no Ray.
     """
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError('ray: Ray is not installed here; `pip install "mooncake[ray]"`')
+        raise ConfigError("ray: Ray is not installed here: pip install 'mooncake-serve[ray]'")
     path = Path(file).resolve()
     cluster = read_cluster_file(str(path))
     machine = own_machine(cluster, name)

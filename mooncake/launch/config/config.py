@@ -156,6 +156,9 @@ def _read(kind: type[Settings], written: Mapping[str, object]) -> Settings:
     for name, (option, _) in known.items():
         if option.required and name not in written:
             raise ConfigError(f"--{flag(name)} is missing", param=name)
+    for name in written:
+        if name not in known:
+            raise ConfigError(unknown_setting(name, kind), param=name)
     return kind(**{name: known[name][0].read(name, value) for name, value in written.items()})
 
 
@@ -370,7 +373,7 @@ def _check_roles(config: ServeConfig, written: Mapping[str, object]) -> None:
         raise ConfigError(f"role: a {config.role} worker joins a cluster; add --join HOST:PORT")
     if has_role and config.cluster_secret is None and "#" not in str(config.join):
         raise ConfigError(
-            f"cluster-secret: a {config.role} needs the cluster's secret; give it by "
+            f"cluster-secret: a {config.role} process needs the cluster's secret; give it by "
             "--cluster-secret-file or MOONCAKE_CLUSTER_SECRET, or, on the machine of the cluster's "
             "first process, join the whole address that it printed, with its #KEY"
         )

@@ -122,10 +122,10 @@ MISTAKES = [
     ("serve good --decode 0", "decode: must be at least 1, unless decode workers join"),
     ("serve good --headless --colocated", "colocated and headless exclude each other"),
     ("serve --headless --role gateway --join h:1", "headless: a process with a --role has no API"),
-    ("serve --role gateway", "cluster-secret: a gateway needs the cluster's secret"),
+    ("serve --role gateway", "cluster-secret: a gateway process needs the cluster's secret"),
     (
         "serve --role gateway --join tcp://h:1",
-        "cluster-secret: a gateway needs the cluster's secret; give it by --cluster-secret-file",
+        "cluster-secret: a gateway process needs the cluster's secret; give it by",
     ),
     (
         "serve --role gateway --join h:1 --cluster-secret-file s --policy random",
@@ -150,10 +150,10 @@ MISTAKES = [
         "pool stats --cluster-secret s --cluster-secret-file s",
         "cluster-secret and cluster-secret-file exclude each other",
     ),
-    ("serve good --role kvstore", "cluster-secret: a kvstore needs the cluster's secret"),
+    ("serve good --role kvstore", "cluster-secret: a kvstore process needs the cluster's secret"),
     (
         "serve good --role prefill --join tcp://h:1",
-        "cluster-secret: a prefill needs the cluster's secret",
+        "cluster-secret: a prefill process needs the cluster's secret",
     ),
     ("serve good --role kvstore --join tcp://h", "join: 'h' is not HOST:PORT"),
     (

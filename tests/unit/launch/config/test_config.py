@@ -145,7 +145,7 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         ),
         ({"role": "decode"}, "add --join"),
         ({"join": "h:1"}, "add --role"),
-        ({"role": "decode", "join": "tcp://h:1"}, "a decode needs the cluster's secret"),
+        ({"role": "decode", "join": "tcp://h:1"}, "a decode process needs the cluster's secret"),
         (
             {"role": "decode", "join": "tcp://h:1", "cluster_secret": "s", "join_port": 1},
             "others join only a gateway",
@@ -238,6 +238,11 @@ def test_what_people_bring_from_elsewhere_is_answered() -> None:
     assert unknown_setting("--max-num-seq") == (
         "unknown setting max-num-seq (did you mean max-num-seqs?)"
     )
+
+
+def test_an_unknown_setting_of_a_python_program_is_named_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"max-model-length \(did you mean max-model-len\?\)"):
+        resolve({"model": "m", "max_model_length": "4k"}, None, {})
 
 
 def test_the_api_server_gets_its_keys_its_limits_and_its_certificates(tmp_path: Path) -> None:
