@@ -114,4 +114,5 @@ def serving(*args: str, log: Path) -> Iterator[Server]:
         leftovers = server.stop()
         assert not leftovers, f"processes {leftovers} outlived Ctrl-C"
     finally:
+        server.client.close()
         server.kill()
