@@ -4,8 +4,11 @@ kernels run in its interpreter.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +42,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if marker in APART and is_test and not may_hold(collection_path, marker):
         return True
     return None
+
+
+_failures: list[str] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note that a test failed here."""
+    if report.failed:
+        _failures.append(report.nodeid)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Drop what a failed test left, without the warnings that would fail the next one."""
+    if not _failures:
+        return
+    _failures.clear()
+    sys.last_type = sys.last_value = sys.last_traceback = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.hookimpl(wrapper=True)
