@@ -30,7 +30,7 @@ from mooncake.base.clock import MonotonicClock
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.base.memory import format_bytes, parse_bytes
 from mooncake.base.messages import LentFile
-from mooncake.launch.worker.piece_reader import NUM_AHEAD, PieceReader
+from mooncake.launch.worker.weights.piece_reader import NUM_AHEAD, PieceReader
 from mooncake.model.checkpoint.files.file_bytes import PlainBytes
 from mooncake.model.checkpoint.files.revision import (
     PIECE_BYTES,

@@ -22,7 +22,7 @@ from typing import Any
 
 from mooncake.base import ModelSpec, Shape
 from mooncake.launch.config.shipped import configs, figures
-from mooncake.launch.worker.weights_lender import MAX_COPIES, MAX_LOOPS
+from mooncake.launch.worker.weights.weights_lender import MAX_COPIES, MAX_LOOPS
 from mooncake.model.checkpoint.files.revision import PIECE_BYTES
 from mooncake.model.checkpoint.quant_format import is_quantized, parse_quantization
 from mooncake.model.checkpoint.tensor_cuts import ROUTED, cut_of, tensor_shapes

@@ -43,7 +43,7 @@ def run(wanted: Ranks) -> int:
     from mooncake.identity import own_credential
     from mooncake.launch.host.secret_file import SecretFollower
     from mooncake.launch.host.vital_threads import end_with_vital_threads
-    from mooncake.launch.worker.rank_host import RankHost
+    from mooncake.launch.worker.ranks.rank_host import RankHost
     from mooncake.telemetry.audit import configure_audit
     from mooncake.telemetry.log import configure_logging
 

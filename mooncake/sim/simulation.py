@@ -44,7 +44,7 @@ START_S = 2.0
 """When the first request comes. By then all workers have been welcomed."""
 LAYER_GROUPS = 4
 EXCHANGE_S = 30.0
-"""The time limit of an exchange between ranks, as in `launch.worker.rank_processes`."""
+"""The time limit of an exchange between ranks, as in `launch.worker.ranks.rank_processes`."""
 REPORT_INTERVAL_S = 1.0
 COUPLED = ("coupled", "coupled-prefix", "coupled-chunked", "coupled-chunked-prefix")
 """Baselines in which every node is one engine that computes prompts and decodes: plain, with a

@@ -20,7 +20,8 @@ from mooncake.kvstore.config import MAX_KEEP_S
 from mooncake.kvstore.index import holder_sets
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import credentials, http_server, key_source
-from mooncake.launch.worker import piece_reader, rank_host, sealed_link
+from mooncake.launch.worker.ranks import rank_host, sealed_link
+from mooncake.launch.worker.weights import piece_reader
 from mooncake.model.checkpoint.files import encryption
 from mooncake.model.grammars import grammar_jobs
 from mooncake.rpc import codec, zmq_channel

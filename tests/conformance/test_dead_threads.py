@@ -41,7 +41,7 @@ from mooncake.launch.host.health import Watchdog
 from mooncake.launch.host.http_server import HttpServer
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.worker.page_hasher import PageHasher
-from mooncake.launch.worker.rank_moves import _Memory
+from mooncake.launch.worker.ranks.rank_moves import _Memory
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.model.copies import LayerReports
 from mooncake.model.device.cuda_memory import _Ends
@@ -94,16 +94,16 @@ THREADS = {
     "launch/llm.py:Thread": OWN,
     "launch/pool_client/session.py:Thread": ONE,
     "launch/pool_node/node_lock.py:Thread": NOTHING,
-    "launch/worker/far_ranks.py:Thread": ONE,
+    "launch/worker/ranks/far_ranks.py:Thread": ONE,
     "launch/cluster/colocated.py:Thread": OWN,
     "launch/worker/page_hasher.py:ThreadPoolExecutor": OWN,
     "launch/worker/wiring.py:Thread": OWN,
-    "launch/worker/rank_host.py:Thread": ONE,
-    "launch/worker/rank_moves.py:Thread": OWN,
-    "launch/worker/rank_processes.py:ThreadPoolExecutor": TOLD,
-    "launch/worker/sealed_link.py:Thread": ONE,
-    "launch/worker/weights_lender.py:Thread": OWN,
-    "launch/worker/weights_lender.py:ThreadPoolExecutor": OWN,
+    "launch/worker/ranks/rank_host.py:Thread": ONE,
+    "launch/worker/ranks/rank_moves.py:Thread": OWN,
+    "launch/worker/ranks/rank_processes.py:ThreadPoolExecutor": TOLD,
+    "launch/worker/ranks/sealed_link.py:Thread": ONE,
+    "launch/worker/weights/weights_lender.py:Thread": OWN,
+    "launch/worker/weights/weights_lender.py:ThreadPoolExecutor": OWN,
     "model/checkpoint/making/encrypt.py:ThreadPoolExecutor": TOLD,
     "model/checkpoint/making/presets.py:ThreadPoolExecutor": TOLD,
     "model/checkpoint/files/revision.py:ThreadPoolExecutor": TOLD,
@@ -159,7 +159,7 @@ SHOWN_BY = {
     "launch/host/secret_file.py:VitalThread": "test_what_follows_the_cluster_secret",
     "launch/llm.py:Thread": "test_a_callback_of_a_gateway_that_fails_ends_alone",
     "launch/pool_client/session.py:Thread": DRIVER,
-    "launch/worker/far_ranks.py:Thread": FAR,
+    "launch/worker/ranks/far_ranks.py:Thread": FAR,
     "launch/cluster/colocated.py:Thread": (
         "tests/unit/launch/worker/test_local.py::"
         "test_a_machine_that_fails_is_told_and_its_worker_can_be_started_again"
@@ -169,16 +169,16 @@ SHOWN_BY = {
         "tests/integration/launch/test_new_weights.py::"
         "test_a_check_that_fails_is_told_and_the_old_weights_serve_on"
     ),
-    "launch/worker/rank_host.py:Thread": (
+    "launch/worker/ranks/rank_host.py:Thread": (
         "tests/integration/launch/test_sealed_link.py::test_who_is_not_of_the_cluster_is_refused"
     ),
-    "launch/worker/rank_moves.py:Thread": "test_moves_of_a_rank",
-    "launch/worker/sealed_link.py:Thread": FAR,
-    "launch/worker/weights_lender.py:Thread": (
-        "tests/unit/launch/worker/test_borrowed_weights.py::"
+    "launch/worker/ranks/rank_moves.py:Thread": "test_moves_of_a_rank",
+    "launch/worker/ranks/sealed_link.py:Thread": FAR,
+    "launch/worker/weights/weights_lender.py:Thread": (
+        "tests/unit/launch/worker/weights/test_borrowed_weights.py::"
         "test_a_lender_that_fails_says_so_and_lends_on"
     ),
-    "launch/worker/weights_lender.py:ThreadPoolExecutor": (
+    "launch/worker/weights/weights_lender.py:ThreadPoolExecutor": (
         "tests/unit/transfer/test_file_memory.py::test_a_copy_that_fails_is_told"
     ),
     "model/device/cuda_memory.py:VitalThread": "test_copies_of_a_device",
@@ -585,7 +585,7 @@ def test_the_registry_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_moves_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process ends, and with it all ranks: the lead hears that."""
-    ended = Codes(monkeypatch, "mooncake.launch.worker.rank_moves")
+    ended = Codes(monkeypatch, "mooncake.launch.worker.ranks.rank_moves")
     memory = object.__new__(_Memory)
     monkeypatch.setattr(memory, "_driver", Dying(), raising=False)
     memory._run()

@@ -14,7 +14,7 @@ from mooncake.engine.config import EAGLE3, MTP, EngineConfig, SpeculativeConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import LayerDone, StepResult
 from mooncake.engine.sequence import Sequence as Running
-from mooncake.launch.worker.rank_processes import start_ranks
+from mooncake.launch.worker.ranks.rank_processes import start_ranks
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.device.pages import PageMemory
 from mooncake.model.opening import ModelSource

@@ -14,7 +14,7 @@ import torch
 from mooncake.base import SamplingParams, Shape
 from mooncake.engine.config import EAGLE3, MTP, NGRAM, SpeculativeConfig
 from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS, RowCost
-from mooncake.launch.worker import rank_processes
+from mooncake.launch.worker.ranks import rank_processes
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.device.graphs import DecodeGraphs

@@ -34,7 +34,7 @@ from mooncake.launch.config.config import read_file, resolve
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
-from mooncake.launch.worker import expert_peers
+from mooncake.launch.worker.ranks import expert_peers
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.model import backends, opening
 from mooncake.model.checkpoint.making.convert import QUANTIZATION_CONFIGS, convert_checkpoint

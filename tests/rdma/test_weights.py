@@ -13,9 +13,9 @@ from mooncake.base import WorkerRef
 from mooncake.base.messages import BorrowWeights, WeightsLent
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
-from mooncake.launch.worker import weights_lender
-from mooncake.launch.worker.borrowed_weights import _Lender
-from mooncake.launch.worker.weights_lender import WeightsLender
+from mooncake.launch.worker.weights import weights_lender
+from mooncake.launch.worker.weights.borrowed_weights import _Lender
+from mooncake.launch.worker.weights.weights_lender import WeightsLender
 from mooncake.model.checkpoint.files.file_bytes import PlainBytes
 from mooncake.model.checkpoint.files.revision import file_digests, weights_revision
 from mooncake.transfer.factory import TransferConfig

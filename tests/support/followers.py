@@ -30,7 +30,7 @@ def forks(folder: Path, *modules: str) -> Iterator[Path]:
     path = os.pathsep.join(each for each in sys.path if each)
     # Those that followers get, too: the server refuses some whose variables differ from its own.
     environ = {**environment.QUIET, **environment.COMPUTE, **os.environ, "PYTHONPATH": path}
-    early = ("mooncake.launch.worker.rank_processes", *modules)
+    early = ("mooncake.launch.worker.ranks.rank_processes", *modules)
     with fork_server.ForkServer(folder / "forks", early, (), environ):
         yield folder / "forks"
 
@@ -49,7 +49,7 @@ def forked_by(path: Path) -> Iterator[None]:
     with (
         mock.patch.object(fork_server.Origin, "path", str(path)),
         mock.patch.object(fork_server, "CLIENT_S", 600.0),  # its imports may be under way
-        mock.patch("mooncake.launch.worker.rank_processes.fork", fork),
+        mock.patch("mooncake.launch.worker.ranks.rank_processes.fork", fork),
     ):
         yield
 

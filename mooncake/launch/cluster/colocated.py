@@ -23,9 +23,9 @@ from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.health import Health, Watchdog
-from mooncake.launch.worker.held_model import HeldModel
-from mooncake.launch.worker.open_model import open_model, read_weights
 from mooncake.launch.worker.settings import WorkerSettings
+from mooncake.launch.worker.weights.held_model import HeldModel
+from mooncake.launch.worker.weights.open_model import open_model, read_weights
 from mooncake.launch.worker.wiring import build, doze
 from mooncake.launch.worker.worker import Worker
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork

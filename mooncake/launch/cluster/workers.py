@@ -261,7 +261,7 @@ def await_stages(
         NotUp: a machine is not up.
         Forbidden: a machine belongs to another cluster.
     """
-    from mooncake.launch.worker.far_ranks import FarStages  # it imports what moves bytes
+    from mooncake.launch.worker.ranks.far_ranks import FarStages  # it imports what moves bytes
 
     far = FarStages(tuple(settings.stage_hosts), settings.bind_host, credential)
 

@@ -32,8 +32,8 @@ from mooncake.engine.sequence import Sequence as EngineSequence
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.host import machine_facts
-from mooncake.launch.worker.open_model import open_model
 from mooncake.launch.worker.profile import Shape, profile
+from mooncake.launch.worker.weights.open_model import open_model
 from mooncake.model.opening import ModelSource
 from mooncake.transfer.memory import allocate_shared
 

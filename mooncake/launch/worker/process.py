@@ -22,12 +22,12 @@ from mooncake.launch.host import machine_facts
 from mooncake.launch.host.key_source import read_keys
 from mooncake.launch.host.secret_file import SecretFollower
 from mooncake.launch.host.start_phases import StartPhases
-from mooncake.launch.worker.borrowed_weights import BorrowedWeights, Borrower
 from mooncake.launch.worker.health_port import HealthPort
-from mooncake.launch.worker.held_model import HeldModel, NoFiles
-from mooncake.launch.worker.open_model import open_model, read_weights
 from mooncake.launch.worker.settings import WorkerSettings
-from mooncake.launch.worker.weights_lender import WeightsLender
+from mooncake.launch.worker.weights.borrowed_weights import BorrowedWeights, Borrower
+from mooncake.launch.worker.weights.held_model import HeldModel, NoFiles
+from mooncake.launch.worker.weights.open_model import open_model, read_weights
+from mooncake.launch.worker.weights.weights_lender import WeightsLender
 from mooncake.launch.worker.wiring import build, doze
 from mooncake.launch.worker.worker import Worker
 from mooncake.model.checkpoint.files.checkpoint_files import has_weights
@@ -208,13 +208,13 @@ def _opener(
             borrowed = _borrowed(borrower, Path(path), revision)
         peers = None
         if settings.expert_group is not None:
-            from mooncake.launch.worker.expert_peers import meet
+            from mooncake.launch.worker.ranks.expert_peers import meet
 
             show("waiting for those that share its experts", 0, 0)
             peers = meet(settings.expert_group, credential, settings.options)
         far = None
         if settings.stage_hosts:
-            from mooncake.launch.worker.far_ranks import FarStages
+            from mooncake.launch.worker.ranks.far_ranks import FarStages
 
             far = FarStages(tuple(settings.stage_hosts), settings.bind_host, credential)
         return open_model(path, settings.dtype, settings.options, peers, far, borrowed)

@@ -34,11 +34,11 @@ from mooncake.instance.rank_pages import FollowerPages
 from mooncake.instance.sleeper import Sleeper
 from mooncake.kvstore.node.node import KvNode
 from mooncake.launch.pool_node.disks import open_disks
-from mooncake.launch.worker.held_model import HeldModel, NoFiles
 from mooncake.launch.worker.page_hasher import PageHasher
 from mooncake.launch.worker.profile import profile, shapes_for
 from mooncake.launch.worker.settings import WorkerSettings
-from mooncake.launch.worker.weights_lender import WeightsLender
+from mooncake.launch.worker.weights.held_model import HeldModel, NoFiles
+from mooncake.launch.worker.weights.weights_lender import WeightsLender
 from mooncake.launch.worker.worker import Worker
 from mooncake.prefill import PrefillWorker
 from mooncake.rpc.channel import PolledChannel

@@ -15,7 +15,7 @@ from mooncake.base import MonotonicClock, PageArray
 from mooncake.base.kv_layout import Move
 from mooncake.engine.ranks.kv_moves import ALL_LAYERS, Moved, Opened, StartMove, decode_answer
 from mooncake.engine.ranks.step_log import Ahead, CapturedSizes, StepWriter, UsePages, encode
-from mooncake.launch.worker.rank_moves import RankMoves
+from mooncake.launch.worker.ranks.rank_moves import RankMoves
 from mooncake.model.copies import HostCopies
 from mooncake.model.device.graphs import EagerSteps
 from mooncake.model.device.pages import PageMemory

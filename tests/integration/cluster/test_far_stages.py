@@ -16,10 +16,10 @@ from mooncake.base import InternalError, SamplingParams, block_keys
 from mooncake.base.parallel import PP_FLAG
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
-from mooncake.launch.worker import rank_processes
 from mooncake.launch.worker.direct import DirectEngine
-from mooncake.launch.worker.far_ranks import FarStages
-from mooncake.launch.worker.rank_host import MAX_RANKS, RankHost
+from mooncake.launch.worker.ranks import rank_processes
+from mooncake.launch.worker.ranks.far_ranks import FarStages
+from mooncake.launch.worker.ranks.rank_host import MAX_RANKS, RankHost
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.integration.cluster.test_rank_memories import (
     SETTINGS,

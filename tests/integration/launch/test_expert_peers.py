@@ -19,8 +19,8 @@ import pytest
 from mooncake.base import InternalError, Shape, SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, own_credential
-from mooncake.launch.worker import expert_peers
-from mooncake.launch.worker.expert_peers import meet
+from mooncake.launch.worker.ranks import expert_peers
+from mooncake.launch.worker.ranks.expert_peers import meet
 from mooncake.model.options import ExpertGroup, ModelOptions
 from mooncake.model.parallel.group import GroupError
 from mooncake.model.parallel.peers import SILENT, SLOW, Peers
@@ -173,7 +173,7 @@ import sys, time
 from mooncake.base import Shape
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
-from mooncake.launch.worker.expert_peers import meet
+from mooncake.launch.worker.ranks.expert_peers import meet
 from mooncake.model.options import ExpertGroup, ModelOptions
 name, secret = sys.argv[1:]
 group = ExpertGroup(name=name, number=1, size=2, workers=("decode-0", "decode-1"))

@@ -25,10 +25,10 @@ from mooncake.base.messages import BorrowWeights, LentFile, WeightsLent
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.launch.host.descendants import has_ended
-from mooncake.launch.worker import piece_reader, weights_lender
-from mooncake.launch.worker.borrowed_weights import _Lender
-from mooncake.launch.worker.piece_reader import LoanEnded, PieceReader
-from mooncake.launch.worker.weights_lender import MAX_LOOPS, WeightsLender
+from mooncake.launch.worker.weights import piece_reader, weights_lender
+from mooncake.launch.worker.weights.borrowed_weights import _Lender
+from mooncake.launch.worker.weights.piece_reader import LoanEnded, PieceReader
+from mooncake.launch.worker.weights.weights_lender import MAX_LOOPS, WeightsLender
 from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles
 from mooncake.model.checkpoint.files.file_bytes import PlainBytes
 from mooncake.model.checkpoint.files.revision import PIECE_BYTES, file_digests, piece_sums

@@ -16,8 +16,8 @@ import pytest
 from mooncake.base import FinalEvent, FinishReason, GenerateRequest, InvalidRequest, KvLayout
 from mooncake.base.cluster_mode import ClusterMode
 from mooncake.launch.cluster.facts import ClusterFacts, encode_facts, read_facts
-from mooncake.launch.worker.held_model import HeldModel
 from mooncake.launch.worker.settings import WorkerSettings
+from mooncake.launch.worker.weights.held_model import HeldModel
 from mooncake.scheduler.config import SchedulerConfig
 from tests.support.engine.fake_runner import expected_output
 from tests.support.model.checkpoints import write_config_only

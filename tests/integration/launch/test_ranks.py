@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from mooncake.base import CheckpointError, InternalError, SamplingParams
-from mooncake.launch.worker import rank_processes
 from mooncake.launch.worker.direct import DirectEngine
-from mooncake.launch.worker.rank_processes import of_follower
+from mooncake.launch.worker.ranks import rank_processes
+from mooncake.launch.worker.ranks.rank_processes import of_follower
 from mooncake.model.checkpoint.making.convert import convert_checkpoint
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.options import ModelOptions

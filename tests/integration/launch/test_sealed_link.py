@@ -16,10 +16,10 @@ import pytest
 from mooncake.base import ConfigError, Forbidden, ProtocolError
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
-from mooncake.launch.worker import rank_host, sealed_link
-from mooncake.launch.worker.far_ranks import HOSTS_NAME, FarStages
-from mooncake.launch.worker.rank_host import RankHost
-from mooncake.launch.worker.sealed_link import SealedLink
+from mooncake.launch.worker.ranks import rank_host, sealed_link
+from mooncake.launch.worker.ranks.far_ranks import HOSTS_NAME, FarStages
+from mooncake.launch.worker.ranks.rank_host import RankHost
+from mooncake.launch.worker.ranks.sealed_link import SealedLink
 from mooncake.transfer.net.handshake import HandshakeRefused
 
 if TYPE_CHECKING:

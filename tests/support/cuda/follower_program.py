@@ -1,6 +1,6 @@
 """What the process of a follower with an emulated GPU runs."""
 
-from mooncake.launch.worker.follower_program import run
+from mooncake.launch.worker.ranks.follower_program import run
 from tests.support.cuda.processes import begin
 
 if __name__ == "__main__":

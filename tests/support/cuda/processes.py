@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from mooncake.launch.worker import rank_processes
+from mooncake.launch.worker.ranks import rank_processes
 
 RANK_S = 600.0
 """How long a rank may give no sign of life and be waited for: it emulates its GPU on a core that it

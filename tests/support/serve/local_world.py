@@ -31,8 +31,8 @@ from mooncake.launch.cluster.gateway_process import GATEWAY_ID, GatewayProcess
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import ServePlan, make_plan
-from mooncake.launch.worker.held_model import HeldModel
 from mooncake.launch.worker.settings import WorkerSettings
+from mooncake.launch.worker.weights.held_model import HeldModel
 from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles
 from mooncake.model.checkpoint.files.signature import Signature
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork

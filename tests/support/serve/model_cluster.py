@@ -29,9 +29,9 @@ from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.driver import Driver
-from mooncake.launch.worker.held_model import HeldModel
-from mooncake.launch.worker.open_model import open_model, read_weights
 from mooncake.launch.worker.settings import WorkerSettings
+from mooncake.launch.worker.weights.held_model import HeldModel
+from mooncake.launch.worker.weights.open_model import open_model, read_weights
 from mooncake.launch.worker.worker import Worker
 from mooncake.model.opening import ModelSource
 from mooncake.model.options import ModelOptions

@@ -12,7 +12,7 @@ import pytest
 
 from mooncake.base import CheckpointError, FinishReason, Role
 from mooncake.launch.cluster import colocated
-from mooncake.launch.worker.held_model import HeldModel
+from mooncake.launch.worker.weights.held_model import HeldModel
 from tests.support.engine.fake_runner import expected_output
 from tests.support.model.checkpoints import write_config_only
 from tests.support.serve.local_world import HashModel, LocalWorld, read_hashes, request

@@ -13,7 +13,7 @@ import msgspec
 
 from mooncake.base import ConfigError, Forbidden, MooncakeError
 from mooncake.identity import Credential
-from mooncake.launch.worker.sealed_link import SealedLink
+from mooncake.launch.worker.ranks.sealed_link import SealedLink
 from mooncake.transfer.net.handshake import HandshakeRefused
 
 HOSTS_NAME = "ranks"

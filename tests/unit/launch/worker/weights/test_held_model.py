@@ -10,8 +10,8 @@ import pytest
 from mooncake.base import CheckpointError, KvLayout, ModelSpec, Role, WorkerRef
 from mooncake.base.cluster_mode import ClusterMode, Weights
 from mooncake.base.messages import CheckWeights, NextLife
-from mooncake.launch.worker.held_model import HeldModel
 from mooncake.launch.worker.settings import WorkerSettings
+from mooncake.launch.worker.weights.held_model import HeldModel
 from mooncake.model.checkpoint.files.signature import Signature
 from tests.support.model.specs import small_config
 from tests.support.serve.plain_settings import worker_settings

@@ -28,8 +28,8 @@ from mooncake.launch.host.fork_server import fork
 from mooncake.launch.host.key_source import read_keys
 from mooncake.launch.host.secret_file import SECRET_FILE
 from mooncake.launch.host.vital_threads import end_with_vital_threads
-from mooncake.launch.worker.far_ranks import FarStages
-from mooncake.launch.worker.rank_moves import RankMoves
+from mooncake.launch.worker.ranks.far_ranks import FarStages
+from mooncake.launch.worker.ranks.rank_moves import RankMoves
 from mooncake.model.checkpoint.files.checkpoint_files import LentFiles
 from mooncake.model.options import ModelOptions
 from mooncake.model.parallel.group import Group
@@ -41,11 +41,11 @@ from mooncake.telemetry.log import configure_logging
 from mooncake.transfer.net.blocking import send
 
 if TYPE_CHECKING:  # it needs channels, which most followers do not
-    from mooncake.launch.worker.borrowed_weights import Loan
+    from mooncake.launch.worker.weights.borrowed_weights import Loan
 
 EXCHANGE_S = 30.0
 """A rank that stands still is detected by then: no layer of a step takes as long."""
-PROGRAM = "mooncake.launch.worker.follower_program"
+PROGRAM = "mooncake.launch.worker.ranks.follower_program"
 """The module that a follower's process runs."""
 
 
@@ -211,7 +211,7 @@ def main() -> None:
     def lent(settings: FollowerSettings) -> LentFiles | None:
         if not settings.loan:
             return None
-        from mooncake.launch.worker.borrowed_weights import borrowed_by_rank
+        from mooncake.launch.worker.weights.borrowed_weights import borrowed_by_rank
 
         options = settings.options
         return borrowed_by_rank(settings.loan, host or None, settings.model, keys(options), options)

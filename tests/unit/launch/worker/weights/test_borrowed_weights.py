@@ -26,8 +26,8 @@ from mooncake.base import (
 from mooncake.base.messages import BorrowWeights, LentFile, Refused, WeightsLent
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
-from mooncake.launch.worker import borrowed_weights, piece_reader, weights_lender
-from mooncake.launch.worker.borrowed_weights import (
+from mooncake.launch.worker.weights import borrowed_weights, piece_reader, weights_lender
+from mooncake.launch.worker.weights.borrowed_weights import (
     BorrowedWeights,
     Borrower,
     Loan,
@@ -36,8 +36,8 @@ from mooncake.launch.worker.borrowed_weights import (
     borrowed_by_rank,
     check_lent,
 )
-from mooncake.launch.worker.piece_reader import LoanEnded, PieceReader
-from mooncake.launch.worker.weights_lender import WeightsLender
+from mooncake.launch.worker.weights.piece_reader import LoanEnded, PieceReader
+from mooncake.launch.worker.weights.weights_lender import WeightsLender
 from mooncake.model.checkpoint.files import revision
 from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles, LentFiles
 from mooncake.model.checkpoint.files.file_bytes import PlainBytes

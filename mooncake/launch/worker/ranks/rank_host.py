@@ -17,9 +17,9 @@ import msgspec
 
 from mooncake.base import ConfigError, MooncakeError, Unavailable
 from mooncake.identity import Credential
-from mooncake.launch.worker.far_ranks import HOSTS_NAME, RankWanted
-from mooncake.launch.worker.rank_processes import start_follower
-from mooncake.launch.worker.sealed_link import SealedLink
+from mooncake.launch.worker.ranks.far_ranks import HOSTS_NAME, RankWanted
+from mooncake.launch.worker.ranks.rank_processes import start_follower
+from mooncake.launch.worker.ranks.sealed_link import SealedLink
 from mooncake.model.options import ModelOptions
 from mooncake.telemetry.audit import audit
 

@@ -1,4 +1,4 @@
-"""What the process of a follower runs: `python -m mooncake.launch.worker.follower_program WORDS`.
+"""The process of a follower: `python -m mooncake.launch.worker.ranks.follower_program WORDS`.
 
 It ends with its lead, also if it stands still. The fork server sees to that for followers that it
 forks, and the kernel for others.
@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 def run() -> None:
     if Origin.path is None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    from mooncake.launch.worker.rank_processes import main
+    from mooncake.launch.worker.ranks.rank_processes import main
 
     main()
 

@@ -37,9 +37,9 @@ from mooncake.base.messages import (
 from mooncake.base.rights import client_id
 from mooncake.crypto.keys import KeyRing
 from mooncake.identity import Credential
-from mooncake.launch.worker.piece_reader import LoanEnded, PieceReader
-from mooncake.launch.worker.rank_moves import credential_of, on_this_machine
-from mooncake.launch.worker.weights_lender import ways
+from mooncake.launch.worker.ranks.rank_moves import credential_of, on_this_machine
+from mooncake.launch.worker.weights.piece_reader import LoanEnded, PieceReader
+from mooncake.launch.worker.weights.weights_lender import ways
 from mooncake.model.checkpoint.files.checkpoint_files import (
     CheckpointFiles,
     LentFiles,

@@ -12,8 +12,8 @@ from mooncake.launch.host.start_phases import importing
 from mooncake.model.options import ModelOptions
 
 if TYPE_CHECKING:
-    from mooncake.launch.worker.borrowed_weights import BorrowedWeights
-    from mooncake.launch.worker.far_ranks import FarStages
+    from mooncake.launch.worker.ranks.far_ranks import FarStages
+    from mooncake.launch.worker.weights.borrowed_weights import BorrowedWeights
     from mooncake.model.checkpoint.files.signature import Signature
     from mooncake.model.opening import ModelSource
     from mooncake.model.parallel.peers import Peers
@@ -63,7 +63,7 @@ def open_model(
     lent = None if borrowed is None else borrowed.files
     if options.shape.num_ranks == 1:
         return ModelSource(Path(path), dtype, options, keys, peers=peers, lent=lent)
-    from mooncake.launch.worker.rank_processes import start_ranks
+    from mooncake.launch.worker.ranks.rank_processes import start_ranks
 
     loan = None if borrowed is None else borrowed.loan
     lead = start_ranks(path, dtype, options, peers, far, loan)

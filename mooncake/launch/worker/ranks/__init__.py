@@ -1,0 +1,1 @@
+"""The other ranks of an instance: their processes, here and elsewhere, their pages and links."""

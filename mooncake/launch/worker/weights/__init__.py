@@ -1,0 +1,1 @@
+"""The model of a process: opened, kept through its lives, borrowed and lent."""
