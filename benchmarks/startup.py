@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.support.servers import Layout, family, load, machine, process_cpu_s, running
 from mooncake.launch.cluster.worker_handle import PROGRAM
-from mooncake.launch.host.start_phases import Phase, phases_said
+from mooncake.launch.host.processes.start_phases import Phase, phases_said
 
 POLL_S = 0.02
 LOG_S = 5.0

@@ -17,7 +17,7 @@ from hypothesis import settings
 from mooncake_kernels.native import build
 
 from mooncake.launch.host import environment
-from mooncake.launch.host.start_phases import importing
+from mooncake.launch.host.processes.start_phases import importing
 from tests.support.examples import examples
 from tests.support.slow_files import APART, is_in_slow_folder, may_hold, turn
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mooncake.base import ConfigError
 from mooncake.cli.command import Command
 from mooncake.launch.config.options import above_zero, setting, text, texts, truth
-from mooncake.launch.host.credentials import write_files
+from mooncake.launch.host.secrets.credentials import write_files
 
 if TYPE_CHECKING:
     from mooncake.identity.certificates import Pem

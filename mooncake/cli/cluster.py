@@ -27,7 +27,7 @@ from mooncake.launch.config.cluster_file import (
     read_cluster_file,
 )
 from mooncake.launch.config.options import above_zero, bracketed, setting, text, truth
-from mooncake.launch.host.credentials import read_secret, write_private, writing
+from mooncake.launch.host.secrets.credentials import read_secret, write_private, writing
 
 if TYPE_CHECKING:
     from mooncake.identity import Keys

@@ -26,7 +26,7 @@ from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.rank_plan import STEP_TOKENS
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
-from mooncake.launch.host.start_phases import importing
+from mooncake.launch.host.processes.start_phases import importing
 from mooncake.telemetry.terminal import progress
 
 HARDWARE = {"h100": "h800x8", "h200": "h200x8", "h800": "h800x8"}

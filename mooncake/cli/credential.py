@@ -47,7 +47,7 @@ def make(wanted: Wanted) -> int:
     """Write a credential."""
     from mooncake.identity import issue
     from mooncake.identity.credential import PREFIX
-    from mooncake.launch.host.credentials import write_private, writing
+    from mooncake.launch.host.secrets.credentials import write_private, writing
 
     roles = [CredentialRole(role) for role in wanted.role]
     _check(wanted, roles)

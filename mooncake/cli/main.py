@@ -26,7 +26,7 @@ from mooncake.base import (
 from mooncake.launch.config import options
 from mooncake.launch.config.options import nearest
 from mooncake.launch.host import environment
-from mooncake.launch.host.start_phases import importing
+from mooncake.launch.host.processes.start_phases import importing
 
 if TYPE_CHECKING:
     from mooncake.cli.command import Command

@@ -17,7 +17,7 @@ from mooncake.launch.config.options import count, same_as, setting, text, truth
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.config.shipped import checkpoint
 from mooncake.launch.host.file_digests import check, digests_of, read_list
-from mooncake.launch.host.key_source import key_source, needed_keys
+from mooncake.launch.host.secrets.key_source import key_source, needed_keys
 from mooncake.telemetry.terminal import progress
 
 OUT = "output"

@@ -19,7 +19,7 @@ from mooncake.base import ConfigError, MooncakeError, format_bytes
 from mooncake.cli.command import Command
 from mooncake.launch.config.options import count, number, same_as, setting, text, texts, truth
 from mooncake.launch.config.settings import ServeConfig
-from mooncake.launch.host.credentials import writing
+from mooncake.launch.host.secrets.credentials import writing
 
 DEFAULT_URL = "http://127.0.0.1:8100"
 DRAIN_POLL_S = 0.1

@@ -41,8 +41,8 @@ class Ranks:
 def run(wanted: Ranks) -> int:
     """Start ranks for workers until SIGTERM or Ctrl-C."""
     from mooncake.identity import own_credential
-    from mooncake.launch.host.secret_file import SecretFollower
-    from mooncake.launch.host.vital_threads import end_with_vital_threads
+    from mooncake.launch.host.processes.vital_threads import end_with_vital_threads
+    from mooncake.launch.host.secrets.secret_file import SecretFollower
     from mooncake.launch.worker.ranks.rank_host import RankHost
     from mooncake.telemetry.audit import configure_audit
     from mooncake.telemetry.log import configure_logging

@@ -10,7 +10,7 @@ from mooncake.cli.command import Command
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment
-from mooncake.launch.host.start_phases import importing
+from mooncake.launch.host.processes.start_phases import importing
 from mooncake.launch.worker.forks import forks_workers, worker_forks
 
 COMMON = (

@@ -15,7 +15,7 @@ import msgspec
 
 from mooncake.base import MooncakeError, Unavailable
 from mooncake.integrations.settings import PoolSettings
-from mooncake.launch.host.credentials import read_secret
+from mooncake.launch.host.secrets.credentials import read_secret
 from mooncake.launch.pool_client.session import PoolSession, locate
 
 FIRST_PAUSE_S = 1.0

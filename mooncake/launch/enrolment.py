@@ -37,9 +37,9 @@ from mooncake.identity.enrolment import (
     sealed_to,
 )
 from mooncake.launch.config.options import count, number, positive, setting, text, truth
-from mooncake.launch.host.credentials import read_secret, write_files
 from mooncake.launch.host.health import probe_routes
 from mooncake.launch.host.http_server import Answer, HttpServer, Request, Route, error
+from mooncake.launch.host.secrets.credentials import read_secret, write_files
 from mooncake.telemetry.audit import audit
 from mooncake.telemetry.health import Vitals
 

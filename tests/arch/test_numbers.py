@@ -19,7 +19,8 @@ from mooncake.engine.ranks import rank_group
 from mooncake.kvstore.config import MAX_KEEP_S
 from mooncake.kvstore.index import holder_sets
 from mooncake.launch.config.settings import ServeConfig
-from mooncake.launch.host import credentials, http_server, key_source
+from mooncake.launch.host import http_server
+from mooncake.launch.host.secrets import credentials, key_source
 from mooncake.launch.worker.ranks import rank_host, sealed_link
 from mooncake.launch.worker.weights import piece_reader
 from mooncake.model.checkpoint.files import encryption

@@ -39,7 +39,7 @@ from mooncake.launch.cluster.worker_program import WorkerProgram
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.health import Watchdog
 from mooncake.launch.host.http_server import HttpServer
-from mooncake.launch.host.secret_file import SecretFollower
+from mooncake.launch.host.secrets.secret_file import SecretFollower
 from mooncake.launch.worker.page_hasher import PageHasher
 from mooncake.launch.worker.ranks.rank_moves import _Memory
 from mooncake.launch.worker.settings import WorkerSettings
@@ -90,7 +90,7 @@ THREADS = {
     "launch/host/file_digests.py:ThreadPoolExecutor": TOLD,
     "launch/host/health.py:VitalThread": VITAL,
     "launch/host/http_server.py:VitalThread": VITAL,
-    "launch/host/secret_file.py:VitalThread": VITAL,
+    "launch/host/secrets/secret_file.py:VitalThread": VITAL,
     "launch/llm.py:Thread": OWN,
     "launch/pool_client/session.py:Thread": ONE,
     "launch/pool_node/node_lock.py:Thread": NOTHING,
@@ -156,7 +156,7 @@ SHOWN_BY = {
     "launch/cluster/worker_program.py:VitalThread": "test_what_answers_supervisors",
     "launch/host/health.py:VitalThread": "test_the_watchdog",
     "launch/host/http_server.py:VitalThread": "test_a_port_for_operators",
-    "launch/host/secret_file.py:VitalThread": "test_what_follows_the_cluster_secret",
+    "launch/host/secrets/secret_file.py:VitalThread": "test_what_follows_the_cluster_secret",
     "launch/llm.py:Thread": "test_a_callback_of_a_gateway_that_fails_ends_alone",
     "launch/pool_client/session.py:Thread": DRIVER,
     "launch/worker/ranks/far_ranks.py:Thread": FAR,
@@ -362,7 +362,7 @@ def test_the_process_of_a_vital_thread_ends_and_of_another_does_not() -> None:
     program = """
 import threading, time
 from mooncake.base.vital_thread import VitalThread
-from mooncake.launch.host.vital_threads import end_with_vital_threads
+from mooncake.launch.host.processes.vital_threads import end_with_vital_threads
 
 end_with_vital_threads()
 threading.Thread(target=lambda: 1 / 0).start()

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from mooncake.launch.host.fork_server import Origin
+from mooncake.launch.host.processes.fork_server import Origin
 from tests.support.followers import forked_by
 
 FOUND_S = 600.0

@@ -30,7 +30,7 @@ from mooncake.kvstore.storage.block_record import (
     pack_file_header,
 )
 from mooncake.kvstore.storage.record_cipher import EXTRA_BYTES
-from mooncake.launch.host.credentials import RequestVerifier, sign_request
+from mooncake.launch.host.secrets.credentials import RequestVerifier, sign_request
 from mooncake.model.checkpoint.files.encryption import StoredFile, new_manifest
 from mooncake.model.checkpoint.making.presets import PRESETS, preset_config
 from mooncake.rpc.codec import NO_CERTIFICATE, encode, head_of

@@ -14,7 +14,8 @@ from unittest import mock
 
 import psutil
 
-from mooncake.launch.host import environment, fork_server
+from mooncake.launch.host import environment
+from mooncake.launch.host.processes import fork_server
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from mooncake.launch.cluster.workers import check_transport, cluster_workers
 from mooncake.launch.config.plan import ServePlan, check_memory
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
-from mooncake.launch.host.start_phases import importing
+from mooncake.launch.host.processes.start_phases import importing
 from mooncake.launch.pool_node.disks import check_disks
 
 

@@ -28,7 +28,7 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.build import revision
 from mooncake.launch.host.http_server import url_of
-from mooncake.launch.host.vital_threads import end_with_vital_threads
+from mooncake.launch.host.processes.vital_threads import end_with_vital_threads
 from mooncake.rpc.kv_event_reader import EventNews, EventSource, KvEventReader
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.engines.fleet import Fleet

@@ -30,7 +30,7 @@ from mooncake.base.rights import client_id
 from mooncake.identity import Credential
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
-from mooncake.launch.host.credentials import kept_secret
+from mooncake.launch.host.secrets.credentials import kept_secret
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.model.options import ModelOptions
 from mooncake.rpc.listeners import Listener, who_listens

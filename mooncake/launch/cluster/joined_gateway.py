@@ -26,7 +26,7 @@ from mooncake.launch.cluster.workers import Workers, own_facts
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
-from mooncake.launch.host.secret_file import SecretFollower
+from mooncake.launch.host.secrets.secret_file import SecretFollower
 from mooncake.rpc.seed_addresses import SeedAddresses
 from mooncake.rpc.zmq_channel import ZmqChannel
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from mooncake.launch.cluster.worker_handle import running
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
-from mooncake.launch.host.credentials import private_dir, read_secret
+from mooncake.launch.host.secrets.credentials import private_dir, read_secret
 
 
 class KeptRun:

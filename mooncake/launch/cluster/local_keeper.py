@@ -19,8 +19,8 @@ from mooncake.launch.cluster.supervisor import End, How, Keeper
 from mooncake.launch.cluster.worker_handle import Begin, fingerprint, place_of, start_at
 from mooncake.launch.cluster.workers import GPU_SHARES
 from mooncake.launch.host import environment, machine_facts
-from mooncake.launch.host.credentials import read_secret
-from mooncake.launch.host.fork_server import ForkServer
+from mooncake.launch.host.processes.fork_server import ForkServer
+from mooncake.launch.host.secrets.credentials import read_secret
 from mooncake.launch.worker.settings import WorkerSettings
 
 _log = logging.getLogger(__name__)

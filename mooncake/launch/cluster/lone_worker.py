@@ -27,7 +27,7 @@ from mooncake.launch.cluster.lone_group import run_group
 from mooncake.launch.cluster.workers import await_stages, joining_workers
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment
-from mooncake.launch.host.vital_threads import end_with_vital_threads
+from mooncake.launch.host.processes.vital_threads import end_with_vital_threads
 from mooncake.launch.pool_node import node_lock
 from mooncake.launch.worker import process
 from mooncake.launch.worker.settings import WorkerSettings

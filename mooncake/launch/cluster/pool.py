@@ -40,9 +40,9 @@ from mooncake.launch.cluster.workers import cluster_workers, own_facts
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
-from mooncake.launch.host.credentials import read_secret
 from mooncake.launch.host.driver import Driver
-from mooncake.launch.host.secret_file import SecretFollower
+from mooncake.launch.host.secrets.credentials import read_secret
+from mooncake.launch.host.secrets.secret_file import SecretFollower
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.launch.pool_node import node_lock
 from mooncake.launch.worker.worker import Worker

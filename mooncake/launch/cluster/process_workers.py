@@ -24,10 +24,10 @@ from mooncake.launch.cluster.workers import Workers, cluster_workers, own_facts
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
-from mooncake.launch.host.credentials import secret_file, write_private
-from mooncake.launch.host.descendants import Descendants
-from mooncake.launch.host.fork_server import ForkServer
-from mooncake.launch.host.secret_file import SecretFollower
+from mooncake.launch.host.processes.descendants import Descendants
+from mooncake.launch.host.processes.fork_server import ForkServer
+from mooncake.launch.host.secrets.credentials import secret_file, write_private
+from mooncake.launch.host.secrets.secret_file import SecretFollower
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.telemetry.health import Vitals
 

@@ -37,10 +37,10 @@ from mooncake.launch.cluster.supervisor import End, How, Keeper
 from mooncake.launch.cluster.worker_handle import Begin, fingerprint, place_of
 from mooncake.launch.config.config import WILDCARDS
 from mooncake.launch.host import environment, machine_facts
-from mooncake.launch.host.credentials import keep_ray_token_private, read_secret
-from mooncake.launch.host.descendants import Descendants
-from mooncake.launch.host.fork_server import ForkServer
-from mooncake.launch.host.secret_file import SECRET_FILE
+from mooncake.launch.host.processes.descendants import Descendants
+from mooncake.launch.host.processes.fork_server import ForkServer
+from mooncake.launch.host.secrets.credentials import keep_ray_token_private, read_secret
+from mooncake.launch.host.secrets.secret_file import SECRET_FILE
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.scheduler.scaling.config import ROLES
 

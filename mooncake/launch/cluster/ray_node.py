@@ -44,8 +44,8 @@ from mooncake.launch.config.config import resolve
 from mooncake.launch.config.options import bracketed
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
-from mooncake.launch.host.credentials import private_dir
-from mooncake.launch.host.descendants import Descendants
+from mooncake.launch.host.processes.descendants import Descendants
+from mooncake.launch.host.secrets.credentials import private_dir
 from mooncake.launch.worker.settings import WorkerSettings
 
 CONNECT_S = 1.0

@@ -34,11 +34,11 @@ from mooncake.launch.cluster.workers import Workers, cluster_workers, health_set
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
-from mooncake.launch.host.fork_server import ForkServer
 from mooncake.launch.host.health import Facts
 from mooncake.launch.host.http_server import url_of
-from mooncake.launch.host.start_phases import StartPhases, importing, process_began_s
-from mooncake.launch.host.vital_threads import end_with_vital_threads
+from mooncake.launch.host.processes.fork_server import ForkServer
+from mooncake.launch.host.processes.start_phases import StartPhases, importing, process_began_s
+from mooncake.launch.host.processes.vital_threads import end_with_vital_threads
 from mooncake.launch.worker.health_port import HealthPort
 from mooncake.launch.worker.native_code import compiled_meanwhile
 from mooncake.telemetry.audit import configure_audit

@@ -23,8 +23,8 @@ from mooncake.base import MooncakeError
 from mooncake.launch.cluster.attendant import State
 from mooncake.launch.cluster.followed_load import LoadFollower
 from mooncake.launch.host import machine_facts
-from mooncake.launch.host.descendants import has_ended
-from mooncake.launch.host.fork_server import ForkServer
+from mooncake.launch.host.processes.descendants import has_ended
+from mooncake.launch.host.processes.fork_server import ForkServer
 from mooncake.launch.worker.settings import WorkerSettings
 
 POLL_S = 0.2

@@ -38,8 +38,8 @@ from mooncake.launch.config.options import bracketed
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
-from mooncake.launch.host.credentials import read_secret
-from mooncake.launch.host.secret_file import SecretFollower
+from mooncake.launch.host.secrets.credentials import read_secret
+from mooncake.launch.host.secrets.secret_file import SecretFollower
 
 POLL_S = 0.2
 WELL_S = 60.0

@@ -25,11 +25,11 @@ import msgspec
 from mooncake import __version__
 from mooncake.base import MooncakeError
 from mooncake.launch.host import environment
-from mooncake.launch.host.abstract_name import credentials_of
 from mooncake.launch.host.build import revision
-from mooncake.launch.host.credentials import private_dir
-from mooncake.launch.host.descendants import has_ended
-from mooncake.launch.host.fork_server import ForkServer, fork
+from mooncake.launch.host.processes.abstract_name import credentials_of
+from mooncake.launch.host.processes.descendants import has_ended
+from mooncake.launch.host.processes.fork_server import ForkServer, fork
+from mooncake.launch.host.secrets.credentials import private_dir
 from mooncake.launch.worker.settings import WorkerSettings
 
 PROGRAM = "mooncake.launch.cluster.worker_program"

@@ -24,7 +24,7 @@ from mooncake.base import MooncakeError
 from mooncake.base.vital_thread import VitalThread
 from mooncake.launch.cluster.log_file import start_log
 from mooncake.launch.cluster.worker_handle import ANSWER_S, PACKET_BYTES, Begin, Leave, Told
-from mooncake.launch.host.vital_threads import end_with_vital_threads
+from mooncake.launch.host.processes.vital_threads import end_with_vital_threads
 from mooncake.launch.worker import process
 from mooncake.launch.worker.worker import Worker
 from mooncake.telemetry.audit import configure_audit

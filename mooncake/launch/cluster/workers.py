@@ -27,7 +27,7 @@ from mooncake.launch.config.plan import ServePlan, check_memory, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.health import HealthSettings
-from mooncake.launch.host.key_source import key_source
+from mooncake.launch.host.secrets.key_source import key_source
 from mooncake.launch.pool_node.admin import AdminSettings
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.model.options import FROM_FILES, ExpertGroup, ModelOptions

@@ -17,8 +17,8 @@ from mooncake.launch.config import options
 from mooncake.launch.config.options import flag, nearest
 from mooncake.launch.config.settings import API, ENGINES, LIMITS, ServeConfig
 from mooncake.launch.config.shipped import DEMO, checkpoint, shape_of
-from mooncake.launch.host.credentials import read_secret
 from mooncake.launch.host.environment import is_loopback
+from mooncake.launch.host.secrets.credentials import read_secret
 from mooncake.model.options import FROM_ENGINES
 from mooncake.scheduler.engines.fleet import POLICIES as ENGINE_POLICIES
 

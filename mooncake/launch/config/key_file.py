@@ -20,7 +20,7 @@ from mooncake.api import ApiKey
 from mooncake.api.config import MAX_SLO_MS
 from mooncake.base import ConfigError, Priority
 from mooncake.launch.config.options import nearest
-from mooncake.launch.host.credentials import check_mode
+from mooncake.launch.host.secrets.credentials import check_mode
 from mooncake.telemetry.audit import audit
 
 LATENCIES = ("slo_ttft_ms", "slo_tbt_ms")

@@ -53,7 +53,7 @@ from mooncake.launch.config.rank_plan import (
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.config.shipped import figures
 from mooncake.launch.host import environment, machine_facts
-from mooncake.launch.host.key_source import key_source, read_keys
+from mooncake.launch.host.secrets.key_source import key_source, read_keys
 from mooncake.model.checkpoint.eagle3 import Eagle3Files
 from mooncake.model.checkpoint.files.checkpoint_files import CheckpointFiles
 from mooncake.model.checkpoint.files.revision import PIECE_BYTES

@@ -19,7 +19,7 @@ from mooncake.base import (
     Unreachable,
 )
 from mooncake.base.urls import server_url
-from mooncake.launch.host.credentials import SCHEME
+from mooncake.launch.host.secrets.credentials import SCHEME
 
 TIMEOUT_S = 600.0
 REFUSALS: dict[int, type[MooncakeError]] = {401: Unauthorized, 403: Forbidden, 503: Unavailable}

@@ -45,9 +45,9 @@ from mooncake.kvstore.client.calls import Policy
 from mooncake.kvstore.client.client import ClientPorts, PoolClient
 from mooncake.kvstore.client.failover import MAX_ATTEMPTS, FailoverClient
 from mooncake.launch.host import machine_facts
-from mooncake.launch.host.credentials import sign_request
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.http_client import TIMEOUT_S, Client
+from mooncake.launch.host.secrets.credentials import sign_request
 from mooncake.rpc.zmq_channel import ZmqChannel
 from mooncake.transfer.choices import AUTO, choose_protection, usable_protocols
 from mooncake.transfer.device import DeviceMemory

@@ -22,7 +22,6 @@ from mooncake.base.pool_messages import PoolState
 from mooncake.base.rights import CredentialRole
 from mooncake.base.tls_files import TlsFiles
 from mooncake.identity import Trust
-from mooncake.launch.host.credentials import SCHEME, RequestVerifier
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.health import Health, metrics_route, probe_routes
 from mooncake.launch.host.http_server import (
@@ -33,6 +32,7 @@ from mooncake.launch.host.http_server import (
     document,
     error,
 )
+from mooncake.launch.host.secrets.credentials import SCHEME, RequestVerifier
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.telemetry.audit import OPERATOR_ROUTE, audit
 

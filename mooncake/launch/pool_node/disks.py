@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mooncake.base import ConfigError, KvLayout, format_bytes
 from mooncake.crypto.keys import HOW, KeyRing, KeySource
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
-from mooncake.launch.host.key_source import needed_keys
+from mooncake.launch.host.secrets.key_source import needed_keys
 
 if TYPE_CHECKING:  # those who only check need neither
     from mooncake.kvstore.storage.disk_files import FileDisks

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 
 from mooncake.base import ConfigError, Forbidden, MooncakeError
-from mooncake.launch.host.abstract_name import foreign_holder
 from mooncake.launch.host.driver import Driver
+from mooncake.launch.host.processes.abstract_name import foreign_holder
 
 LOOK_S = 0.05
 WARN_AFTER_S = 5.0

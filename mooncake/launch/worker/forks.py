@@ -6,8 +6,8 @@ import os
 
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
-from mooncake.launch.host.credentials import private_dir
-from mooncake.launch.host.fork_server import ForkServer
+from mooncake.launch.host.processes.fork_server import ForkServer
+from mooncake.launch.host.secrets.credentials import private_dir
 
 ENGINE = (
     "mooncake.launch.worker.process", "mooncake.launch.worker.page_hasher",

@@ -19,9 +19,9 @@ from mooncake.base.messages import CheckWeights, NextLife
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import Credential, own_credential
 from mooncake.launch.host import machine_facts
-from mooncake.launch.host.key_source import read_keys
-from mooncake.launch.host.secret_file import SecretFollower
-from mooncake.launch.host.start_phases import StartPhases
+from mooncake.launch.host.processes.start_phases import StartPhases
+from mooncake.launch.host.secrets.key_source import read_keys
+from mooncake.launch.host.secrets.secret_file import SecretFollower
 from mooncake.launch.worker.health_port import HealthPort
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.launch.worker.weights.borrowed_weights import BorrowedWeights, Borrower

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from mooncake.launch.config.settings import ServeConfig
-from mooncake.launch.host import fork_server
-from mooncake.launch.host.fork_server import ForkServer
+from mooncake.launch.host.processes import fork_server
+from mooncake.launch.host.processes.fork_server import ForkServer
 from mooncake.launch.worker.forks import ENGINE, RAY, worker_forks
 
 END_S = 60.0
@@ -39,7 +39,7 @@ print("said", sys.stdin.read(), flush=True)
 """
 FORKING = """
 import os, sys
-from mooncake.launch.host.fork_server import fork
+from mooncake.launch.host.processes.fork_server import fork
 answer, place = os.pipe()
 with open(os.devnull) as nothing:
     files = nothing.fileno(), 1, 2, place
@@ -271,7 +271,7 @@ def test_without_its_server_a_process_starts_by_itself(
 def test_a_server_ends_with_its_parent(tmp_path: Path) -> None:
     program = (
         "import os, sys, time; from pathlib import Path\n"
-        "from mooncake.launch.host.fork_server import ForkServer\n"
+        "from mooncake.launch.host.processes.fork_server import ForkServer\n"
         "server = ForkServer(Path(sys.argv[1]), [], [], os.environ)\n"
         "print(server.pid, flush=True); os.kill(os.getpid(), 9)"
     )

@@ -12,7 +12,7 @@ import pytest
 
 from mooncake.base import ConfigError, Unavailable
 from mooncake.launch.host import environment, machine_facts
-from mooncake.launch.host.descendants import Descendants
+from mooncake.launch.host.processes.descendants import Descendants
 from tests.support.kvstore.pool_process import has_ipv6
 
 

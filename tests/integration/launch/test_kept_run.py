@@ -19,7 +19,7 @@ from mooncake.launch.cluster.process_workers import ProcessWorkers
 from mooncake.launch.cluster.worker_handle import place_of
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
-from mooncake.launch.host.credentials import private_dir, write_private
+from mooncake.launch.host.secrets.credentials import private_dir, write_private
 from tests.support.serve.plain_settings import worker_settings
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from mooncake.base import ConfigError
 from mooncake.crypto.keys import Key
-from mooncake.launch.host import key_source as module
-from mooncake.launch.host.key_source import key_source, read_keys
+from mooncake.launch.host.secrets import key_source as module
+from mooncake.launch.host.secrets.key_source import key_source, read_keys
 
 HEX = "ab" * 32
 

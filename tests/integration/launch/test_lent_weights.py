@@ -24,7 +24,7 @@ from mooncake.base import MonotonicClock, WorkerRef
 from mooncake.base.messages import BorrowWeights, LentFile, WeightsLent
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
-from mooncake.launch.host.descendants import has_ended
+from mooncake.launch.host.processes.descendants import has_ended
 from mooncake.launch.worker.weights import piece_reader, weights_lender
 from mooncake.launch.worker.weights.borrowed_weights import _Lender
 from mooncake.launch.worker.weights.piece_reader import LoanEnded, PieceReader

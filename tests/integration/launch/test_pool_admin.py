@@ -24,11 +24,11 @@ from mooncake.base.rights import CredentialRole
 from mooncake.base.tls_files import TlsFiles
 from mooncake.identity import issue, own_credential
 from mooncake.kvstore.node.blocks import COUNTERS
-from mooncake.launch.host.credentials import sign_request
 from mooncake.launch.host.families import render
 from mooncake.launch.host.health import Facts, Health
 from mooncake.launch.host.http_client import Client
 from mooncake.launch.host.http_server import MAX_BODY_BYTES, MAX_CONNECTIONS
+from mooncake.launch.host.secrets.credentials import sign_request
 from mooncake.launch.pool_client.session import locate
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin

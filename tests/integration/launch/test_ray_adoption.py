@@ -21,7 +21,7 @@ import pytest
 
 from mooncake.launch.cluster.ray_node import OwnRaylet
 from mooncake.launch.host import environment
-from mooncake.launch.host.credentials import keep_ray_token_private
+from mooncake.launch.host.secrets.credentials import keep_ray_token_private
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -18,7 +18,7 @@ from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.launch.cluster.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import cluster_workers
-from mooncake.launch.host.start_phases import phases_said
+from mooncake.launch.host.processes.start_phases import phases_said
 from mooncake.launch.worker import process
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.launch.worker.worker import Worker

@@ -20,7 +20,7 @@ from mooncake.base.rights import CredentialRole
 from mooncake.cli.main import run as run_command
 from mooncake.identity import check_certificate, cluster_keys, listening_seed, own_credential
 from mooncake.launch.enrolment import PLACES, Enrolment, Signer, SignerSettings, enrol
-from mooncake.launch.host.secret_file import SecretFollower
+from mooncake.launch.host.secrets.secret_file import SecretFollower
 from mooncake.telemetry.audit import configure_audit
 from tests.support.certificates import Host
 

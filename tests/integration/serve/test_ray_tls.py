@@ -15,8 +15,8 @@ import pytest
 
 from mooncake.launch.cluster.ray_node import OwnRaylet
 from mooncake.launch.host import environment
-from mooncake.launch.host.credentials import keep_ray_token_private
-from mooncake.launch.host.descendants import Descendants
+from mooncake.launch.host.processes.descendants import Descendants
+from mooncake.launch.host.secrets.credentials import keep_ray_token_private
 from tests.support.certificates import Host, make_host
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.launch.host.secret_file import LOOK_S
+from mooncake.launch.host.secrets.secret_file import LOOK_S
 from tests.integration.serve.test_rolling_restart import PROMPT, SMALL, Load
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
 

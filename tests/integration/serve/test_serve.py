@@ -23,8 +23,8 @@ import pytest
 import mooncake
 from mooncake.base import InvalidRequest
 from mooncake.cli import main
-from mooncake.launch.host import credentials
-from mooncake.launch.host.descendants import Descendants
+from mooncake.launch.host.processes.descendants import Descendants
+from mooncake.launch.host.secrets import credentials
 from tests.support.serve.server_process import STOP_S, ServerProcess, nano_checkpoint
 
 pytestmark = pytest.mark.timeout(600)

@@ -16,7 +16,7 @@ import time
 import msgspec
 
 from mooncake.base import MooncakeError
-from mooncake.launch.host.vital_threads import end_with_vital_threads
+from mooncake.launch.host.processes.vital_threads import end_with_vital_threads
 from mooncake.launch.worker import process
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.launch.worker.worker import Worker

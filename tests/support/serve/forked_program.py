@@ -24,8 +24,9 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 from mooncake.cli import main as cli
-from mooncake.launch.host import environment, fork_server
-from mooncake.launch.host.fork_server import Fork, ForkServer
+from mooncake.launch.host import environment
+from mooncake.launch.host.processes import fork_server
+from mooncake.launch.host.processes.fork_server import Fork, ForkServer
 from mooncake.launch.worker.forks import ENGINE
 
 TOP = Path(__file__).parents[3]

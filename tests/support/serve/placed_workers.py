@@ -18,7 +18,7 @@ import msgspec
 from mooncake.base import MooncakeError
 from mooncake.launch.cluster.ray_node import OwnRaylet
 from mooncake.launch.host import environment, machine_facts
-from mooncake.launch.host.credentials import keep_ray_token_private
+from mooncake.launch.host.secrets.credentials import keep_ray_token_private
 from tests.support.serve.plain_settings import worker_settings
 
 NUM_GPUS = 4

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mooncake.launch.host.descendants import Descendants
+from mooncake.launch.host.processes.descendants import Descendants
 from tests.support.serve import forked_program
 
 START_S = 240.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import signal
 
-from mooncake.launch.host.fork_server import Origin
+from mooncake.launch.host.processes.fork_server import Origin
 
 PR_SET_PDEATHSIG = 1
 

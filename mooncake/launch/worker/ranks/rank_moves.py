@@ -28,9 +28,9 @@ from mooncake.identity import Credential, own_credential
 from mooncake.instance.mover import OwnPages
 from mooncake.instance.rank_pages import FollowerMoves, Reached
 from mooncake.launch.host import machine_facts
-from mooncake.launch.host.credentials import read_secret
 from mooncake.launch.host.driver import Driver
-from mooncake.launch.host.secret_file import SECRET_FILE, SecretFollower
+from mooncake.launch.host.secrets.credentials import read_secret
+from mooncake.launch.host.secrets.secret_file import SECRET_FILE, SecretFollower
 from mooncake.launch.worker.page_hasher import PageHasher
 from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import Region

@@ -24,10 +24,10 @@ import msgspec
 from mooncake.crypto.keys import KeyRing, KeySource
 from mooncake.engine.ranks.rank_group import SIGN_S, SILENT_S
 from mooncake.launch.host import environment
-from mooncake.launch.host.fork_server import fork
-from mooncake.launch.host.key_source import read_keys
-from mooncake.launch.host.secret_file import SECRET_FILE
-from mooncake.launch.host.vital_threads import end_with_vital_threads
+from mooncake.launch.host.processes.fork_server import fork
+from mooncake.launch.host.processes.vital_threads import end_with_vital_threads
+from mooncake.launch.host.secrets.key_source import read_keys
+from mooncake.launch.host.secrets.secret_file import SECRET_FILE
 from mooncake.launch.worker.ranks.far_ranks import FarStages
 from mooncake.launch.worker.ranks.rank_moves import RankMoves
 from mooncake.model.checkpoint.files.checkpoint_files import LentFiles

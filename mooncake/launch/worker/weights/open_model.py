@@ -7,8 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mooncake.launch.host.key_source import read_keys
-from mooncake.launch.host.start_phases import importing
+from mooncake.launch.host.processes.start_phases import importing
+from mooncake.launch.host.secrets.key_source import read_keys
 from mooncake.model.options import ModelOptions
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from mooncake.api.http.request_body import FormSplitter, Head
 from mooncake.base import InvalidRequest, SeededIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import cluster_keys
-from mooncake.launch.host.credentials import RequestVerifier
 from mooncake.launch.host.http_server import Answer, HttpServer, Route, _handler, document
+from mooncake.launch.host.secrets.credentials import RequestVerifier
 from mooncake.launch.pool_node.admin import Guard
 from tests.support.api.server import ScriptedBackend, says, tiny_model
 from tests.support.fuzz.target import Shape, Target, pieces_of
@@ -250,7 +250,7 @@ class PoolAdminHttp(Target):
     name = "pool-admin"
     modules = (
         "mooncake.launch.host.http_server", "mooncake.launch.pool_node.admin",
-        "mooncake.launch.host.credentials",
+        "mooncake.launch.host.secrets.credentials",
     )  # fmt: skip
     max_bytes = 131_072
     tokens = (

@@ -25,7 +25,7 @@ from mooncake.launch.cluster.facts import (
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
-from mooncake.launch.host.credentials import secret_file, write_private
+from mooncake.launch.host.secrets.credentials import secret_file, write_private
 from tests.support.model.checkpoints import write_config_only
 
 

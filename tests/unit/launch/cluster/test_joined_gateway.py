@@ -21,7 +21,7 @@ from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig
-from mooncake.launch.host.credentials import secret_file, write_private
+from mooncake.launch.host.secrets.credentials import secret_file, write_private
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.scheduler.placement.conductor import Layout
 from tests.support.model.checkpoints import write_config_only

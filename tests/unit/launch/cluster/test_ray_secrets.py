@@ -13,7 +13,7 @@ from mooncake.launch.cluster import ray_cluster
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
-from mooncake.launch.host.credentials import write_private
+from mooncake.launch.host.secrets.credentials import write_private
 from mooncake.launch.pool_client.session import PoolSessionConfig
 from mooncake.launch.worker.settings import WorkerSettings
 from tests.support.model.checkpoints import write_config_only

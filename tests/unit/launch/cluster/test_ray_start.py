@@ -9,7 +9,7 @@ import pytest
 
 from mooncake.base import MooncakeError
 from mooncake.launch.cluster import ray_node
-from mooncake.launch.host.credentials import private_dir
+from mooncake.launch.host.secrets.credentials import private_dir
 
 
 class Silent:

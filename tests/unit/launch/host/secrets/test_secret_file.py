@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mooncake.base import ConfigError
-from mooncake.launch.host import secret_file
-from mooncake.launch.host.secret_file import SecretFollower
+from mooncake.launch.host.secrets import secret_file
+from mooncake.launch.host.secrets.secret_file import SecretFollower
 
 LOOK_S = 0.01
 WAIT_S = 30.0

@@ -5,7 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from mooncake.launch.host.start_phases import Phase, StartPhases, phases_said, process_began_s
+from mooncake.launch.host.processes.start_phases import (
+    Phase,
+    StartPhases,
+    phases_said,
+    process_began_s,
+)
 
 
 def ticks(values: Iterable[float]) -> Callable[[], float]:

@@ -8,7 +8,7 @@ import pytest
 
 from mooncake.base import ConfigError
 from mooncake.crypto.keys import Key
-from mooncake.launch.host.key_source import key_source, needed_keys, read_keys
+from mooncake.launch.host.secrets.key_source import key_source, needed_keys, read_keys
 
 HEX, OTHER = "ab" * 32, "cd" * 32
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mooncake.launch.host.start_phases import importing
+from mooncake.launch.host.processes.start_phases import importing
 
 
 @pytest.fixture(autouse=True)

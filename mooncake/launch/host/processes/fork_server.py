@@ -37,7 +37,7 @@ SETTLED_BY_IMPORT = ("RAY_JOB_ID", "RAY_AUTH_MODE", "RAY_USE_TLS")
 MAX_FILES = 16
 ANSWER_BYTES = 16
 """More than the number of a process has."""
-_MAIN = "from mooncake.launch.host.fork_server import main; main()"
+_MAIN = "from mooncake.launch.host.processes.fork_server import main; main()"
 
 
 @dataclass(frozen=True)

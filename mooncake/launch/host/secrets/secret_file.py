@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mooncake.base import ConfigError, MooncakeError
 from mooncake.base.vital_thread import VitalThread
-from mooncake.launch.host.credentials import read_secret
+from mooncake.launch.host.secrets.credentials import read_secret
 from mooncake.telemetry.audit import audit
 
 LOOK_S = 2.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mooncake.base import ConfigError
 from mooncake.crypto.keys import KeyRing, KeySource
-from mooncake.launch.host.credentials import read_secret
+from mooncake.launch.host.secrets.credentials import read_secret
 
 COMMAND_S = 30.0
 """A command that prints keys may take this long."""
