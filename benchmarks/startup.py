@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.servers import Layout, family, load, machine, process_cpu_s, running
-from mooncake.launch.cluster.worker_handle import PROGRAM
+from mooncake.launch.cluster.supervision.worker_handle import PROGRAM
 from mooncake.launch.host.processes.start_phases import Phase, phases_said
 
 POLL_S = 0.02

@@ -19,7 +19,7 @@ from mooncake.api.http.event_loop import run_in_loop
 from mooncake.base import SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
-from mooncake.launch.cluster.gateway_process import GatewayProcess, listen
+from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess, listen
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan

@@ -165,7 +165,7 @@ def _held(file: Path, secret: str) -> tuple[bool, Keys | None]:
 
 def run_up(wanted: UpSettings) -> int:
     if wanted.ray_node:
-        from mooncake.launch.cluster.ray_node import run_node
+        from mooncake.launch.cluster.ray_machines.ray_node import run_node
 
         return run_node(wanted.file, wanted.machine)
     from mooncake.launch.cluster.up import up

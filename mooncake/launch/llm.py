@@ -25,7 +25,7 @@ from mooncake.api.adapters.python_call import (
 from mooncake.api.api_server import ApiServer
 from mooncake.base import InvalidRequest, Unavailable
 from mooncake.launch.cluster.colocated import ColocatedWorkers
-from mooncake.launch.cluster.gateway_process import GatewayProcess, api_config
+from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess, api_config
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import check_memory, make_plan
 from mooncake.launch.host import environment, machine_facts

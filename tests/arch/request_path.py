@@ -24,7 +24,7 @@ import httpx
 
 from mooncake.api import create_app, load_served_model
 from mooncake.launch.cluster.colocated import ColocatedWorkers
-from mooncake.launch.cluster.gateway_process import GatewayProcess, api_config
+from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess, api_config
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.model.checkpoint.making.presets import init_checkpoint

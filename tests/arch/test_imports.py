@@ -141,7 +141,10 @@ import sys
 from mooncake.cli import main, serve
 from mooncake.api import bind, create_app, load_served_model, serve
 from mooncake.api.http import event_loop
-from mooncake.launch.cluster import checks, gateway_process, process_workers, serve, supervisor
+from mooncake.launch.cluster import checks, serve
+from mooncake.launch.cluster.gateways import gateway_process
+from mooncake.launch.cluster.supervision import process_workers
+from mooncake.launch.cluster.supervision import supervisor
 from mooncake.rpc import zmq_channel
 print(*sorted(sys.modules))
 """
@@ -166,6 +169,6 @@ def test_a_gateway_imports_no_part_that_moves_or_computes_blocks() -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
     )  # fmt: skip
     imported = done.stdout.split()
-    assert "mooncake.launch.cluster.gateway_process" in imported
+    assert "mooncake.launch.cluster.gateways.gateway_process" in imported
     inside = tuple(f"{module}." for module in NOT_OF_A_GATEWAY)
     assert [m for m in imported if m in NOT_OF_A_GATEWAY or m.startswith(inside)] == []

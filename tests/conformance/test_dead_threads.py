@@ -32,10 +32,10 @@ from mooncake.engine.plan import StepPlan
 from mooncake.kvstore.config import SsdConfig
 from mooncake.kvstore.storage.disk import DiskDone, DiskScanned, Outcome
 from mooncake.kvstore.storage.disk_files import FileDisks
-from mooncake.launch.cluster import process_workers, worker_program
 from mooncake.launch.cluster.pool import Registry
-from mooncake.launch.cluster.process_workers import ProcessWorkers
-from mooncake.launch.cluster.worker_program import WorkerProgram
+from mooncake.launch.cluster.supervision import process_workers, worker_program
+from mooncake.launch.cluster.supervision.process_workers import ProcessWorkers
+from mooncake.launch.cluster.supervision.worker_program import WorkerProgram
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.health import Watchdog
 from mooncake.launch.host.http_server import HttpServer
@@ -82,11 +82,11 @@ THREADS = {
     "kvstore/storage/disk_threads.py:VitalThread": VITAL,
     "launch/cluster/lone_worker.py:Thread": NOTHING,
     "launch/cluster/pool.py:Thread": OWN,
-    "launch/cluster/local_keeper.py:Thread": TOLD,
-    "launch/cluster/process_workers.py:Thread": ENDS,
+    "launch/cluster/supervision/local_keeper.py:Thread": TOLD,
+    "launch/cluster/supervision/process_workers.py:Thread": ENDS,
     "launch/cluster/lone_group.py:Thread": TOLD,
     "launch/cluster/serve.py:Thread": TOLD,
-    "launch/cluster/worker_program.py:VitalThread": VITAL,
+    "launch/cluster/supervision/worker_program.py:VitalThread": VITAL,
     "launch/host/file_digests.py:ThreadPoolExecutor": TOLD,
     "launch/host/health.py:VitalThread": VITAL,
     "launch/host/http_server.py:VitalThread": VITAL,
@@ -152,8 +152,8 @@ SHOWN_BY = {
     ),
     "kvstore/storage/disk_threads.py:VitalThread": "test_disks",
     "launch/cluster/pool.py:Thread": "test_the_registry_of_a_pool",
-    "launch/cluster/process_workers.py:Thread": "test_what_looks_after_the_workers",
-    "launch/cluster/worker_program.py:VitalThread": "test_what_answers_supervisors",
+    "launch/cluster/supervision/process_workers.py:Thread": "test_what_looks_after_the_workers",
+    "launch/cluster/supervision/worker_program.py:VitalThread": "test_what_answers_supervisors",
     "launch/host/health.py:VitalThread": "test_the_watchdog",
     "launch/host/http_server.py:VitalThread": "test_a_port_for_operators",
     "launch/host/secrets/secret_file.py:VitalThread": "test_what_follows_the_cluster_secret",

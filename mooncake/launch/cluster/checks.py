@@ -59,7 +59,7 @@ def _check_api_server(config: ServeConfig) -> None:
     imports.
     """
     with importing():
-        from mooncake.launch.cluster.gateway_process import api_config, check_traces
+        from mooncake.launch.cluster.gateways.gateway_process import api_config, check_traces
 
     check_traces(config)
     if (tls := api_config(config).tls) is not None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from mooncake.base import MonotonicClock, MooncakeError, Role, SystemIds
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.facts import GATEWAY_ID
-from mooncake.launch.cluster.gateway_process import GatewayProcess
+from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import Workers, cluster_workers
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig

@@ -19,7 +19,7 @@ from mooncake.base import ConfigError, InternalError, MooncakeError
 from mooncake.base.parallel import DP_FLAG
 from mooncake.launch.cluster.facts import without_secret
 from mooncake.launch.cluster.report import READY, Show
-from mooncake.launch.cluster.worker_handle import (
+from mooncake.launch.cluster.supervision.worker_handle import (
     Begin,
     Told,
     WorkerHandle,

@@ -28,8 +28,8 @@ from mooncake.base.rights import CredentialRole
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.checks import check_start
 from mooncake.launch.cluster.facts import GATEWAY_ID
-from mooncake.launch.cluster.kept_run import KeptRun
 from mooncake.launch.cluster.log_file import new_log_file, start_log, stays_calm
+from mooncake.launch.cluster.supervision.kept_run import KeptRun
 from mooncake.launch.cluster.workers import Workers, cluster_workers, health_settings
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
@@ -45,7 +45,7 @@ from mooncake.telemetry.audit import configure_audit
 
 if TYPE_CHECKING:
     from mooncake.api import ServedModel
-    from mooncake.launch.cluster.gateway_process import GatewayProcess
+    from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess
 
     ApiServer = tuple[ServedModel, socket.socket]
     """The model that is served, and the socket at which the API server listens."""
@@ -69,7 +69,7 @@ def dry_run(config: ServeConfig) -> int:
     """
     machine_facts.check_system()
     if config.engines:
-        from mooncake.launch.cluster import engine_gateway
+        from mooncake.launch.cluster.gateways import engine_gateway
 
         return engine_gateway.dry_run(config)
     if not config.model:
@@ -91,7 +91,7 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
     """
     machine_facts.check_system()
     if config.engines:
-        from mooncake.launch.cluster import engine_gateway
+        from mooncake.launch.cluster.gateways import engine_gateway
 
         return engine_gateway.serve_engines(config)
     if config.role == "gateway":
@@ -124,7 +124,7 @@ def serve(config: ServeConfig, forks: ForkServer | None = None) -> int:
 
 def _serve_joined(config: ServeConfig) -> int:
     """Be a gateway that starts no worker."""
-    from mooncake.launch.cluster.joined_gateway import JoinedCluster
+    from mooncake.launch.cluster.gateways.joined_gateway import JoinedCluster
 
     # It may wait for the cluster, and the first process of a pod ignores what it does not handle.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -154,7 +154,7 @@ def _run(
     with importing():
         from mooncake.api import load_served_model
         from mooncake.api.http.event_loop import run_in_loop
-        from mooncake.launch.cluster.gateway_process import check_traces, listen
+        from mooncake.launch.cluster.gateways.gateway_process import check_traces, listen
 
     check_traces(config)
     end_with_vital_threads()
@@ -175,7 +175,7 @@ def _run(
 def _make(
     config: ServeConfig, plan: ServePlan, ids: IdSource, forks: ForkServer | None, kept: KeptRun
 ) -> tuple[Workers, GatewayProcess]:
-    from mooncake.launch.cluster.gateway_process import GatewayProcess
+    from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess
 
     if config.colocated:
         from mooncake.launch.cluster.colocated import ColocatedWorkers
@@ -189,7 +189,7 @@ def _make(
         )  # fmt: skip
     with importing():
         from mooncake.identity import own_credential
-        from mooncake.launch.cluster.process_workers import ProcessWorkers
+        from mooncake.launch.cluster.supervision.process_workers import ProcessWorkers
         from mooncake.rpc.zmq_channel import ZmqChannel
 
     secret = config.cluster_secret or kept.secret() or ids.hex(16)

@@ -37,7 +37,7 @@ from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.rdma.settings import RdmaSettings
 
 if TYPE_CHECKING:
-    from mooncake.launch.cluster.gateway_process import GatewayProcess
+    from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess
 
 GPU_SHARES = 10_000
 """Ray counts resources in shares this small."""

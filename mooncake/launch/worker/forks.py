@@ -14,7 +14,7 @@ ENGINE = (
     "mooncake.model.opening", "cryptography.hazmat.backends.openssl.backend",
 )  # fmt: skip
 RAY = (
-    "mooncake.launch.cluster.ray_cluster",
+    "mooncake.launch.cluster.ray_machines.ray_cluster",
     "ray.util.state",  # it imports pydantic, as each actor does
 )
 """Modules that import Ray, which then reads the environment that it gives each worker."""

@@ -15,7 +15,7 @@ from mooncake.api import ApiConfig, create_app
 from mooncake.engine.plan import StepPlan
 from mooncake.launch.cluster import colocated
 from mooncake.launch.cluster.colocated import ColocatedWorkers
-from mooncake.launch.cluster.gateway_process import GatewayProcess
+from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
 from tests.support.api.server import tiny_model

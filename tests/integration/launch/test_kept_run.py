@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from mooncake.base import ConfigError, Unreachable
-from mooncake.launch.cluster import kept_run, process_workers, serve
-from mooncake.launch.cluster.kept_run import KeptRun
-from mooncake.launch.cluster.process_workers import ProcessWorkers
-from mooncake.launch.cluster.worker_handle import place_of
+from mooncake.launch.cluster import serve
+from mooncake.launch.cluster.supervision import kept_run, process_workers
+from mooncake.launch.cluster.supervision.kept_run import KeptRun
+from mooncake.launch.cluster.supervision.process_workers import ProcessWorkers
+from mooncake.launch.cluster.supervision.worker_handle import place_of
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.secrets.credentials import private_dir, write_private

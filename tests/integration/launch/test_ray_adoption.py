@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from mooncake.launch.cluster.ray_node import OwnRaylet
+from mooncake.launch.cluster.ray_machines.ray_node import OwnRaylet
 from mooncake.launch.host import environment
 from mooncake.launch.host.secrets.credentials import keep_ray_token_private
 

@@ -19,7 +19,7 @@ from mooncake.identity import Credential, issue, own_credential
 from mooncake.launch.cluster import facts as facts_module
 from mooncake.launch.cluster import pool
 from mooncake.launch.cluster.facts import NotUp, encode_facts, facts_of_seeds
-from mooncake.launch.cluster.joined_gateway import JoinedCluster
+from mooncake.launch.cluster.gateways.joined_gateway import JoinedCluster
 from mooncake.launch.cluster.workers import joining_workers, own_facts
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan

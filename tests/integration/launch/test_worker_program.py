@@ -18,8 +18,9 @@ import pytest
 
 from mooncake.base import Role
 from mooncake.kvstore.config import KvStoreConfig
-from mooncake.launch.cluster import placed_worker, worker_handle, worker_program
-from mooncake.launch.cluster.worker_handle import (
+from mooncake.launch.cluster.ray_machines import placed_worker
+from mooncake.launch.cluster.supervision import worker_handle, worker_program
+from mooncake.launch.cluster.supervision.worker_handle import (
     Begin,
     Told,
     WorkerHandle,
@@ -27,7 +28,7 @@ from mooncake.launch.cluster.worker_handle import (
     fingerprint,
     place_of,
 )
-from mooncake.launch.cluster.worker_program import WorkerProgram
+from mooncake.launch.cluster.supervision.worker_program import WorkerProgram
 from mooncake.launch.host import environment
 from mooncake.model.options import ExpertGroup
 from tests.support.serve.plain_settings import worker_settings

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.launch.cluster.ray_node import OwnRaylet
+from mooncake.launch.cluster.ray_machines.ray_node import OwnRaylet
 from mooncake.launch.host import environment
 from mooncake.launch.host.processes.descendants import Descendants
 from mooncake.launch.host.secrets.credentials import keep_ray_token_private

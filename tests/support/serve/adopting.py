@@ -24,9 +24,9 @@ POOL = worker_settings(
 
 def main(address: str, secret_file: str, *words: str) -> None:
     environment.prepare_ray(environment.variables(), here_only=True)
-    from mooncake.launch.cluster import ray_cluster
-    from mooncake.launch.cluster.supervisor import Supervisor
-    from mooncake.launch.cluster.worker_handle import running
+    from mooncake.launch.cluster.ray_machines import ray_cluster
+    from mooncake.launch.cluster.supervision.supervisor import Supervisor
+    from mooncake.launch.cluster.supervision.worker_handle import running
 
     ray_cluster.connect(address)
     held = ray_cluster.holders(running, RUN, [POOL.worker_id])

@@ -32,10 +32,10 @@ from mooncake.launch.worker.forks import ENGINE
 TOP = Path(__file__).parents[3]
 MODULES = (
     *ENGINE, "mooncake.cli.serve", "mooncake.launch.cluster.serve",
-    "mooncake.launch.cluster.process_workers", "mooncake.launch.cluster.colocated",
-    "mooncake.launch.cluster.gateway_process", "mooncake.api.http.event_loop",
+    "mooncake.launch.cluster.supervision.process_workers", "mooncake.launch.cluster.colocated",
+    "mooncake.launch.cluster.gateways.gateway_process", "mooncake.api.http.event_loop",
     "mooncake.rpc.zmq_channel", "mooncake.launch.cluster.pool",
-    "mooncake.launch.cluster.lone_worker", "mooncake.launch.cluster.joined_gateway",
+    "mooncake.launch.cluster.lone_worker", "mooncake.launch.cluster.gateways.joined_gateway",
     "mooncake.cli.main",
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from mooncake.base import MooncakeError
-from mooncake.launch.cluster.ray_node import OwnRaylet
+from mooncake.launch.cluster.ray_machines.ray_node import OwnRaylet
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.secrets.credentials import keep_ray_token_private
 from tests.support.serve.plain_settings import worker_settings
@@ -36,7 +36,7 @@ class Shown:
         self._stopped.wait()
 
     def state(self) -> bytes:
-        from mooncake.launch.cluster.attendant import State
+        from mooncake.launch.cluster.supervision.attendant import State
 
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
         boot = machine_facts.boot_id()
@@ -50,13 +50,13 @@ class Started:
     """A supervisor of workers that show their GPUs."""
 
     def __init__(self) -> None:
-        from mooncake.launch.cluster.supervisor import Supervisor
+        from mooncake.launch.cluster.supervision.supervisor import Supervisor
 
         self.lost: list[str] = []
         self.supervisor = Supervisor(self.lost.append)
 
     def start(self, **num_gpus: float) -> None:
-        from mooncake.launch.cluster.ray_cluster import RayKeepers
+        from mooncake.launch.cluster.ray_machines.ray_cluster import RayKeepers
 
         settings = [
             worker_settings(worker_id=name, num_gpus=number) for name, number in num_gpus.items()
@@ -99,7 +99,7 @@ def main() -> None:
     machine_facts.num_gpus = lambda: NUM_GPUS
     os.environ["CUDA_VISIBLE_DEVICES"] = VISIBLE
     environment.prepare_ray({}, here_only=True)
-    from mooncake.launch.cluster import ray_cluster
+    from mooncake.launch.cluster.ray_machines import ray_cluster
 
     worker: Any = Shown
     ray_cluster.WorkerActor = worker

@@ -12,7 +12,7 @@ from mooncake.base import ConfigError, InternalError, MooncakeError
 from mooncake.base.parallel import Shape
 from mooncake.launch.cluster import lone_group
 from mooncake.launch.cluster.lone_group import _SIGNAL, _watch
-from mooncake.launch.cluster.worker_handle import Told
+from mooncake.launch.cluster.supervision.worker_handle import Told
 from mooncake.launch.config.config import resolve
 from mooncake.launch.host import machine_facts
 from mooncake.model.options import ModelOptions

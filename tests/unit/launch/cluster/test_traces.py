@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mooncake.base import ConfigError
-from mooncake.launch.cluster.gateway_process import check_traces
+from mooncake.launch.cluster.gateways.gateway_process import check_traces
 from mooncake.launch.config.config import resolve
 
 ASKED = {"model": "m", "otlp_traces_endpoint": "http://localhost:4318"}

@@ -10,7 +10,7 @@ import pytest
 
 from mooncake.base import ConfigError
 from mooncake.base.tls_files import TlsFiles
-from mooncake.launch.cluster.gateway_process import api_config
+from mooncake.launch.cluster.gateways.gateway_process import api_config
 from mooncake.launch.config import options
 from mooncake.launch.config.config import REFUSED, read_file, resolve, unknown_setting
 from mooncake.launch.config.settings import ServeConfig

@@ -21,7 +21,7 @@ from mooncake.api.http.event_loop import run_in_loop
 from mooncake.api.http.server import serve
 from mooncake.base import MonotonicClock, Role, SystemIds, Unavailable
 from mooncake.base.mailbox import Mailbox
-from mooncake.launch.cluster.gateway_process import api_config, follow_keys, listen
+from mooncake.launch.cluster.gateways.gateway_process import api_config, follow_keys, listen
 from mooncake.launch.cluster.log_file import start_log
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.settings import ServeConfig

@@ -14,9 +14,9 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RaySy
 
 from mooncake.base import MooncakeError, Role
 from mooncake.base.parallel import Shape
-from mooncake.launch.cluster import ray_cluster
-from mooncake.launch.cluster.ray_cluster import RayKeeper, RayKeepers
-from mooncake.launch.cluster.supervisor import End, How, Supervisor
+from mooncake.launch.cluster.ray_machines import ray_cluster
+from mooncake.launch.cluster.ray_machines.ray_cluster import RayKeeper, RayKeepers
+from mooncake.launch.cluster.supervision.supervisor import End, How, Supervisor
 from mooncake.model.options import ModelOptions
 from tests.support.serve.placed_workers import Shown
 from tests.support.serve.plain_settings import worker_settings

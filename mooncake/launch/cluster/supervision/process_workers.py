@@ -14,12 +14,12 @@ from mooncake.base import SystemIds
 from mooncake.identity import Credential
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.facts import encode_facts
-from mooncake.launch.cluster.followed_load import LoadFollower, first_workers
-from mooncake.launch.cluster.gateway_process import GatewayProcess
-from mooncake.launch.cluster.kept_run import KeptRun
-from mooncake.launch.cluster.local_keeper import LocalKeepers
-from mooncake.launch.cluster.supervisor import Make, Supervisor
-from mooncake.launch.cluster.worker_handle import end_left, place_of, running
+from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess
+from mooncake.launch.cluster.supervision.followed_load import LoadFollower, first_workers
+from mooncake.launch.cluster.supervision.kept_run import KeptRun
+from mooncake.launch.cluster.supervision.local_keeper import LocalKeepers
+from mooncake.launch.cluster.supervision.supervisor import Make, Supervisor
+from mooncake.launch.cluster.supervision.worker_handle import end_left, place_of, running
 from mooncake.launch.cluster.workers import Workers, cluster_workers, own_facts
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
@@ -120,7 +120,7 @@ class ProcessWorkers(Workers):
         """End what is left of the processes that were started here."""
         with Descendants() as descendants:
             if self._config.ray_address is not None:
-                from mooncake.launch.cluster import ray_cluster
+                from mooncake.launch.cluster.ray_machines import ray_cluster
 
                 ray_cluster.disconnect()
             if self._forks is not None:
@@ -162,7 +162,7 @@ class ProcessWorkers(Workers):
         run = name or SystemIds().hex(8)
         if config.ray_address is None:
             return LocalKeepers(run, self._own_file, self._orphan_s, self._forks)
-        from mooncake.launch.cluster import ray_cluster
+        from mooncake.launch.cluster.ray_machines import ray_cluster
 
         show("ray", "connecting", 0, 0)
         ray_cluster.connect(config.ray_address)

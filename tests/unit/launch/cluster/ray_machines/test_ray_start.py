@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mooncake.base import MooncakeError
-from mooncake.launch.cluster import ray_node
+from mooncake.launch.cluster.ray_machines import ray_node
 from mooncake.launch.host.secrets.credentials import private_dir
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from mooncake.base import ConfigError, MooncakeError, Role
-from mooncake.launch.cluster import supervisor as supervisor_module
-from mooncake.launch.cluster.attendant import State
-from mooncake.launch.cluster.followed_load import Changes, LoadFollower
-from mooncake.launch.cluster.supervisor import End, Entry, How, Keeper, Supervisor
+from mooncake.launch.cluster.supervision import supervisor as supervisor_module
+from mooncake.launch.cluster.supervision.attendant import State
+from mooncake.launch.cluster.supervision.followed_load import Changes, LoadFollower
+from mooncake.launch.cluster.supervision.supervisor import End, Entry, How, Keeper, Supervisor
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.scheduler.scaling.policy import RoleAdvice
 from tests.support.serve.plain_settings import worker_settings

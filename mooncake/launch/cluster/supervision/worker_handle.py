@@ -32,7 +32,7 @@ from mooncake.launch.host.processes.fork_server import ForkServer, fork
 from mooncake.launch.host.secrets.credentials import private_dir
 from mooncake.launch.worker.settings import WorkerSettings
 
-PROGRAM = "mooncake.launch.cluster.worker_program"
+PROGRAM = "mooncake.launch.cluster.supervision.worker_program"
 """The module that the process of a worker runs."""
 ANSWER_S = 60.0
 """A process that says nothing to a new supervisor for this long is killed."""

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from mooncake.launch.cluster.worker_handle import running
+from mooncake.launch.cluster.supervision.worker_handle import running
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.secrets.credentials import private_dir, read_secret

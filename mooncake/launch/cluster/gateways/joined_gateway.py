@@ -21,7 +21,7 @@ from mooncake.launch.cluster.facts import (
     facts_of_seeds,
     joining_secret,
 )
-from mooncake.launch.cluster.gateway_process import GatewayProcess
+from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import Workers, own_facts
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig

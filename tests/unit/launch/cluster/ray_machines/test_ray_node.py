@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mooncake.base import MooncakeError, Role
-from mooncake.launch.cluster import placed_worker, ray_cluster, ray_node
-from mooncake.launch.cluster.ray_node import (
+from mooncake.launch.cluster.ray_machines import placed_worker, ray_cluster, ray_node
+from mooncake.launch.cluster.ray_machines.ray_node import (
     LOOK_S,
     LOST_S,
     TURN_S,

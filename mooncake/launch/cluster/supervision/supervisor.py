@@ -20,8 +20,8 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from mooncake.base import MooncakeError
-from mooncake.launch.cluster.attendant import State
-from mooncake.launch.cluster.followed_load import LoadFollower
+from mooncake.launch.cluster.supervision.attendant import State
+from mooncake.launch.cluster.supervision.followed_load import LoadFollower
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.processes.descendants import has_ended
 from mooncake.launch.host.processes.fork_server import ForkServer

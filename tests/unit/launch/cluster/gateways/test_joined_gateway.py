@@ -13,10 +13,10 @@ import pytest
 from mooncake.base import CheckpointError, ConfigError
 from mooncake.base.messages import OWN_RELEASE, GatewayNews
 from mooncake.identity import Credential, cluster_keys
-from mooncake.launch.cluster import joined_gateway
 from mooncake.launch.cluster.facts import ClusterFacts
-from mooncake.launch.cluster.gateway_process import GatewayProcess
-from mooncake.launch.cluster.joined_gateway import MAX_ALONE, JoinedCluster
+from mooncake.launch.cluster.gateways import joined_gateway
+from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess
+from mooncake.launch.cluster.gateways.joined_gateway import MAX_ALONE, JoinedCluster
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan

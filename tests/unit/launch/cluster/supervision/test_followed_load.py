@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mooncake.base import ConfigError, Role
-from mooncake.launch.cluster.followed_load import LoadFollower, first_workers
+from mooncake.launch.cluster.supervision.followed_load import LoadFollower, first_workers
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan

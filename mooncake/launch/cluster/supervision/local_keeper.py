@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from mooncake.base import MooncakeError, Role
-from mooncake.launch.cluster.attendant import Attendant, State, WorkerEnded
 from mooncake.launch.cluster.facts import without_secret
-from mooncake.launch.cluster.supervisor import End, How, Keeper
-from mooncake.launch.cluster.worker_handle import Begin, fingerprint, place_of, start_at
+from mooncake.launch.cluster.supervision.attendant import Attendant, State, WorkerEnded
+from mooncake.launch.cluster.supervision.supervisor import End, How, Keeper
+from mooncake.launch.cluster.supervision.worker_handle import Begin, fingerprint, place_of, start_at
 from mooncake.launch.cluster.workers import GPU_SHARES
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.processes.fork_server import ForkServer

@@ -31,10 +31,10 @@ from ray.util.scheduling_strategies import (
 )
 
 from mooncake.base import ConfigError, MooncakeError, Role, Unreachable
-from mooncake.launch.cluster.attendant import Attendant, State
 from mooncake.launch.cluster.facts import without_secret
-from mooncake.launch.cluster.supervisor import End, How, Keeper
-from mooncake.launch.cluster.worker_handle import Begin, fingerprint, place_of
+from mooncake.launch.cluster.supervision.attendant import Attendant, State
+from mooncake.launch.cluster.supervision.supervisor import End, How, Keeper
+from mooncake.launch.cluster.supervision.worker_handle import Begin, fingerprint, place_of
 from mooncake.launch.config.config import WILDCARDS
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.processes.descendants import Descendants
@@ -102,7 +102,7 @@ class WorkerActor:
         settings = msgspec.msgpack.decode(encoded, type=WorkerSettings)
         try:
             if self._placed:
-                from mooncake.launch.cluster import placed_worker
+                from mooncake.launch.cluster.ray_machines import placed_worker
 
                 place, begin = placed_worker.begin(settings.role, settings.worker_id)
             else:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mooncake.base.engine_events import EngineEvent, StoredBlocks
 from mooncake.base.mailbox import Mailbox
-from mooncake.launch.cluster.engine_gateway import TAKEN_AT_ONCE, taking
+from mooncake.launch.cluster.gateways.engine_gateway import TAKEN_AT_ONCE, taking
 from mooncake.rpc.kv_event_reader import EventNews, EventSource
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.engines.fleet import Fleet

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from mooncake.base import MooncakeError
-from mooncake.launch.cluster import worker_handle
-from mooncake.launch.cluster.local_keeper import FreeGpus, LocalKeeper
-from mooncake.launch.cluster.supervisor import End, How
-from mooncake.launch.cluster.worker_handle import Begin
+from mooncake.launch.cluster.supervision import worker_handle
+from mooncake.launch.cluster.supervision.local_keeper import FreeGpus, LocalKeeper
+from mooncake.launch.cluster.supervision.supervisor import End, How
+from mooncake.launch.cluster.supervision.worker_handle import Begin
 from mooncake.launch.host import machine_facts
 from tests.support.serve.plain_settings import worker_settings
 

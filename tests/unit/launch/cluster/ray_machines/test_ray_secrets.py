@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mooncake.base import ConfigError
-from mooncake.launch.cluster import ray_cluster
+from mooncake.launch.cluster.ray_machines import ray_cluster
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan

@@ -23,7 +23,7 @@ from mooncake.base import Role
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.launch.cluster.facts import facts_of_seeds, without_secret
-from mooncake.launch.cluster.worker_handle import (
+from mooncake.launch.cluster.supervision.worker_handle import (
     PACKET_BYTES,
     Begin,
     Leave,

@@ -25,10 +25,10 @@ import msgspec
 
 from mooncake.base import ConfigError, MooncakeError, Role
 from mooncake.identity import Credential
-from mooncake.launch.cluster import placed_worker
 from mooncake.launch.cluster.facts import ClusterFacts, Seeds, read_facts
 from mooncake.launch.cluster.log_file import start_log
-from mooncake.launch.cluster.supervisor import Supervisor
+from mooncake.launch.cluster.ray_machines import placed_worker
+from mooncake.launch.cluster.supervision.supervisor import Supervisor
 from mooncake.launch.cluster.up import machine_credential, own_machine, placed_limit_s
 from mooncake.launch.config.cluster_file import (
     AUTHORITY,
@@ -201,7 +201,7 @@ class _Node:
             _log.warning("%s is lost; the workers of this machine serve on", lost)
 
     def _be_head(self, address: str, raylet: OwnRaylet) -> None:
-        from mooncake.launch.cluster import ray_cluster
+        from mooncake.launch.cluster.ray_machines import ray_cluster
 
         def go_on() -> bool:
             return self._goes_on(raylet)
@@ -234,7 +234,7 @@ class _Node:
         """Have Ray place the workers, and watch them until a machine or its Ray is lost: workers
         that no longer run are then placed on others.
         """
-        from mooncake.launch.cluster import ray_cluster
+        from mooncake.launch.cluster.ray_machines import ray_cluster
 
         workers = [self._worker(facts, *each) for each in placed_worker.names_of(self._cluster)]
         there = ray_cluster.nodes()
@@ -275,7 +275,7 @@ class _Node:
 
     def _worker(self, facts: ClusterFacts, role: Role, worker_id: str) -> WorkerSettings:
         """Return what the supervisor must know of a worker; its machine makes its settings."""
-        from mooncake.launch.cluster import ray_cluster
+        from mooncake.launch.cluster.ray_machines import ray_cluster
 
         config = self._config(role)
         ranks = config.tensor_parallel_size * config.pipeline_parallel_size
@@ -290,7 +290,7 @@ class _Node:
         Ray: those on which gateways know workers for as long as they do, the others `AWAY_S` at
         most. Return what the gateway said; None: this is to end.
         """
-        from mooncake.launch.cluster import ray_cluster
+        from mooncake.launch.cluster.ray_machines import ray_cluster
 
         end_s = time.monotonic() + AWAY_S
         credential: Credential = machine_credential(self._machine, Path())

@@ -1,4 +1,4 @@
-"""What the process of a worker runs: `python -m mooncake.launch.cluster.worker_program SOCKET`.
+"""The process of a worker: `python -m mooncake.launch.cluster.supervision.worker_program SOCKET`.
 
 It is a worker for the supervisor that connects first. If a ready worker's supervisor is gone, it
 serves on for a while and waits for another one; otherwise it ends with its supervisor.
@@ -23,7 +23,13 @@ import msgspec
 from mooncake.base import MooncakeError
 from mooncake.base.vital_thread import VitalThread
 from mooncake.launch.cluster.log_file import start_log
-from mooncake.launch.cluster.worker_handle import ANSWER_S, PACKET_BYTES, Begin, Leave, Told
+from mooncake.launch.cluster.supervision.worker_handle import (
+    ANSWER_S,
+    PACKET_BYTES,
+    Begin,
+    Leave,
+    Told,
+)
 from mooncake.launch.host.processes.vital_threads import end_with_vital_threads
 from mooncake.launch.worker import process
 from mooncake.launch.worker.worker import Worker

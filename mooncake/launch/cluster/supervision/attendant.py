@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from mooncake.launch.cluster.worker_handle import Begin, Told, WorkerHandle, start_at
+from mooncake.launch.cluster.supervision.worker_handle import Begin, Told, WorkerHandle, start_at
 from mooncake.launch.host import machine_facts
 
 SAVE_S = 5.0

@@ -1,0 +1,1 @@
+"""Gateway processes: beside workers, without any, or over engines of others."""

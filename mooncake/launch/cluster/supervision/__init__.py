@@ -1,0 +1,1 @@
+"""Has the processes of workers run: starts, adopts, watches, restarts and ends them."""
