@@ -47,8 +47,16 @@ SUMMARIES = {
 """The first word of each command; the module of that name in this package has its `COMMANDS`, or
 that of `MODULES`.
 """
-MODULES = {"enrol": "signer", "top": "status", "up": "cluster"}
-"""The first words whose commands are in the module of another one."""
+MODULES = {
+    "top": "status", "up": "cluster",
+    "model": "models.model", "train": "models.train", "compile": "models.compile",
+    "credential": "trust.credential", "signer": "trust.signer", "enrol": "trust.signer",
+    "certificates": "trust.certificates",
+    "bench": "measure.bench", "eval": "measure.eval", "conformance": "measure.conformance",
+    "simulate": "measure.simulate", "plan": "measure.plan", "trace": "measure.trace",
+    "profile": "measure.profile", "tune": "measure.tune",
+}  # fmt: skip
+"""The first words whose commands are in a room, or in the module of another word."""
 
 EXIT_CODES = {
     0: "done",

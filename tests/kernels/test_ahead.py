@@ -21,7 +21,7 @@ from mooncake_kernels import trusted
 from mooncake_kernels.triton import shipped
 
 from mooncake.base import ConfigError
-from mooncake.cli import compile as command
+from mooncake.cli.models import compile as command
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

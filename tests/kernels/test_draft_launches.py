@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mooncake.base import Role
-from mooncake.cli import compile as command
+from mooncake.cli.models import compile as command
 from mooncake.engine.config import EAGLE3, MTP
 from mooncake.launch.config.plan import make_plan
 from mooncake.model.checkpoint.making.presets import init_checkpoint

@@ -310,7 +310,7 @@ CLASSES: dict[str, dict[str, Class]] = {
     },
     "docs/serving.md": {
         "mooncake serve DIR  ": Typed(
-            quick=True, apart=(("mooncake profile", "tests/unit/cli/test_profile.py"),)
+            quick=True, apart=(("mooncake profile", "tests/unit/cli/measure/test_profile.py"),)
         ),
         "mooncake model init": Typed(),
         "openssl rand": Typed(),
@@ -348,7 +348,9 @@ CLASSES: dict[str, dict[str, Class]] = {
         "pip install": Elsewhere("tests/integration/serve/test_traces.py", "a collector"),
     },
     "docs/training.md": {
-        "mooncake train": Elsewhere("tests/unit/cli/test_train.py", "hours; a short run there"),
+        "mooncake train": Elsewhere(
+            "tests/unit/cli/models/test_train.py", "hours; a short run there"
+        ),
         "mooncake eval": Asked(("sum", "memory")),
         "lm_eval run": Left("`python -m benchmarks lm-eval` installs and runs it"),
     },

@@ -23,8 +23,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from mooncake.base import SamplingParams
-from mooncake.cli import compile as command
 from mooncake.cli.main import run
+from mooncake.cli.models import compile as command
 from mooncake.engine.plan import SequenceStart
 from mooncake.engine.ranks.step_log import CapturedSizes
 from mooncake.launch.config.plan import make_plan

@@ -18,8 +18,9 @@ from mooncake.base import (
     Unavailable,
     Unreachable,
 )
-from mooncake.cli import bench, serve
 from mooncake.cli import main as cli
+from mooncake.cli import serve
+from mooncake.cli.measure import bench
 from mooncake.cli.registry import EXIT_CODES
 from mooncake.launch.config import options
 from mooncake.launch.config.settings import ServeConfig

@@ -12,8 +12,8 @@ import pytest
 from mooncake.api.http.client import Answer, HttpClient
 from mooncake.base import ConfigError
 from mooncake.bench import serve
-from mooncake.cli import eval as evaluation
-from mooncake.cli import train
+from mooncake.cli.measure import eval as evaluation
+from mooncake.cli.models import train
 from mooncake.launch.config.config import read_settings
 from mooncake.launch.config.shipped import configs
 from mooncake.launch.config.train_settings import Train

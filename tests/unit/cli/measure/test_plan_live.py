@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mooncake.cli.main import run
-from mooncake.cli.plan import TRIES
+from mooncake.cli.measure.plan import TRIES
 from mooncake.launch.host.http_client import Client
 
 ADVICE = [
@@ -39,7 +39,7 @@ def test_a_server_that_gives_no_advice_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("mooncake.cli.plan.time.sleep", waits.append)
+    monkeypatch.setattr("mooncake.cli.measure.plan.time.sleep", waits.append)
     monkeypatch.setattr(Client, "get", lambda *_: {"workers": []})
     assert run(["plan", "--live", "--url", "http://h:1"]) == 1
     said = capsys.readouterr().err
@@ -49,6 +49,6 @@ def test_a_server_that_gives_no_advice_is_an_error(
 
 def test_a_server_that_has_just_started_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([{"replicas": []}, {"replicas": ADVICE}])
-    monkeypatch.setattr("mooncake.cli.plan.time.sleep", lambda _: None)
+    monkeypatch.setattr("mooncake.cli.measure.plan.time.sleep", lambda _: None)
     monkeypatch.setattr(Client, "get", lambda *_: next(answers))
     assert run(["plan", "--live"]) == 0

@@ -1,0 +1,1 @@
+"""Commands that measure, check, simulate and plan."""

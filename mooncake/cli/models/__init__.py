@@ -1,0 +1,1 @@
+"""Commands that make checkpoints and compiled code."""

@@ -1,0 +1,1 @@
+"""Commands that make credentials and certificates."""
