@@ -23,7 +23,12 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    RayActorError,
+    RayError,
+)
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -69,15 +74,10 @@ class WorkerActor:
     answer beside it.
     """
 
-    def __init__(
-        self, worker_id: str, *, is_pool: bool, placed: bool = False, node: str | None = None
-    ) -> None:
-        """`placed`: the cluster's file on the actor's machine says what the worker is. `node`: the
-        node of Ray on which the worker runs or is to start; None: any.
-        """
+    def __init__(self, worker_id: str, *, is_pool: bool, placed: bool = False) -> None:
+        """`placed`: the cluster's file on the actor's machine says what the worker is."""
         self._worker_id = worker_id
         self._placed = placed
-        self._node = node
         self._attendant = Attendant(is_pool=is_pool)
 
     def __repr__(self) -> str:
@@ -95,10 +95,6 @@ class WorkerActor:
         Raises:
             WorkerEnded: the process has ended by itself.
         """
-        if self._node is not None and self._node != ray.get_runtime_context().get_node_id():
-            # Where a node has just joined, others may not know it yet, and Ray takes another one.
-            # The worker may run there, so it must not start here: Ray tries again.
-            os._exit(1)
         settings = msgspec.msgpack.decode(encoded, type=WorkerSettings)
         try:
             if self._placed:
@@ -322,11 +318,9 @@ class RayKeepers:
         node = self.nodes.get(settings.worker_id)
         actor, aside = self._start(settings, node, waits=waits)
         begin = partial(self._run, settings=settings)
-        if self.placed:  # who has it placed looks for it when its machine is lost
-            node = None
-        return RayKeeper(
-            actor, aside, begin, node, partial(self._start, settings, None, waits=True)
-        )
+        again = partial(self._start, settings, waits=True)
+        # Where it is placed, who has it placed looks for it when its machine is lost.
+        return RayKeeper(actor, aside, begin, node, again, moves=not self.placed)
 
     def _start(
         self, settings: WorkerSettings, node: str | None, *, waits: bool
@@ -335,7 +329,7 @@ class RayKeepers:
         here_only = self.here_only or settings.expert_group is not None  # these share a memory
         strategy: Any = "SPREAD"
         aside: PlacementGroup | None = None
-        where = {"placed": True, "node": node} if self.placed else {}
+        where = {"placed": True} if self.placed else {}
         with _asking(), contextlib.ExitStack() as undo:  # a failed try leaves nothing set aside
             if here_only:
                 node = ray.get_runtime_context().get_node_id()
@@ -344,7 +338,9 @@ class RayKeepers:
                 undo.callback(_groups.remove_placement_group, aside)
                 strategy = PlacementGroupSchedulingStrategy(aside, placement_group_bundle_index=0)
             elif node is not None:
-                strategy = NodeAffinitySchedulingStrategy(node, soft=not here_only)
+                # If it is soft, Ray draws any node for an actor that needs no resources. The worker
+                # may run on this one, and would start once more on another.
+                strategy = NodeAffinitySchedulingStrategy(node, soft=False)
             runtime: dict[str, Any] = {"env_vars": {**environment.QUIET, **environment.COMPUTE}}
             if here_only and self.forks is not None:
                 runtime["py_executable"] = str(self.forks.executable)
@@ -388,18 +384,23 @@ class RayKeeper:
         aside: PlacementGroup | None,
         run: Callable[[Any], Any],
         node: str | None = None,
-        elsewhere: Callable[[], tuple[Any, PlacementGroup | None]] | None = None,
+        again: Callable[[str | None], tuple[Any, PlacementGroup | None]] | None = None,
+        *,
+        moves: bool = True,
     ) -> None:
         """`aside`: what is reserved for all its ranks; it stays reserved while it starts again.
         `run` makes it be the worker and returns the call, which lasts as long as that. `node`: the
-        node of Ray that it was started at because its worker runs there; if that is lost,
-        `elsewhere` returns another actor and what is reserved for that one.
+        node of Ray that it was started at, because its worker runs there or is to. Ray gives up an
+        actor whose node it does not know: then `again` returns another one for a node (None: any),
+        and what is reserved for that. `moves`: whether that is any node once this one is lost.
         """
         self._actor = actor
         self._aside = aside
         self._begin_run = run
         self._node = node
-        self._elsewhere = elsewhere
+        self._again = again
+        self._moves = moves
+        self._is_given_up = False
         self._run: Any = None
         self._state: Any = None
         """The open question about the worker's state."""
@@ -408,10 +409,13 @@ class RayKeeper:
     def run(self) -> None:
         self._state = None
         with _asking():
-            if self._elsewhere is not None and self._node and self._node not in nodes():
-                another = self._elsewhere()
+            is_lost = self._moves and self._node is not None and self._node not in nodes()
+            if self._again is not None and (is_lost or self._is_given_up):
+                node = None if is_lost else self._node
+                another = self._again(node)
                 self.close()
-                (self._actor, self._aside), self._node = another, None
+                (self._actor, self._aside), self._node = another, node
+                self._is_given_up = False
             self._run = self._begin_run(self._actor)
 
     def end(self) -> End | None:
@@ -421,7 +425,8 @@ class RayKeeper:
             return End(How.STOPPED, ray.get(self._run) or "")
         except ActorUnavailableError as error:
             return End(How.KEEPER_AWAY, str(error))
-        except RayActorError as error:
+        except (RayActorError, ActorUnschedulableError) as error:
+            self._is_given_up = isinstance(error, ActorUnschedulableError)
             return End(How.KEEPER_DIED, str(error))
         except RayError as error:
             return End(How.DIED, str(error))

@@ -10,7 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RaySystemError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    RayActorError,
+    RayError,
+    RaySystemError,
+)
 
 from mooncake.base import MooncakeError, Role
 from mooncake.base.parallel import Shape
@@ -38,39 +44,30 @@ def test_the_worker_of_the_tests_is_called_as_the_real_one(name: str) -> None:
     double, real = (
         inspect.signature(getattr(cls, name)) for cls in (Shown, ray_cluster.WorkerActor)
     )
-    known = [each for each in real.parameters if each not in ("placed", "node")]
+    known = [each for each in real.parameters if each != "placed"]
     assert list(double.parameters) == known
 
 
-def test_a_placed_worker_is_started_where_it_runs_and_nowhere_else(
+def test_an_actor_that_ray_gives_up_is_made_again_where_its_worker_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ray may take another node while some do not know a new one yet. Then the actor ends, and Ray
-    tries again: a second worker would load the weights again.
+    """Another node would load the weights again. Ray draws any node for an actor that needs no
+    resources, unless its affinity is hard; then it gives up an actor whose node it does not know
+    yet.
     """
-    made: list[tuple[Any, dict[str, Any]]] = []
-    actor = SimpleNamespace(run=SimpleNamespace(remote=lambda *words: "running"))
-
-    def options(scheduling_strategy: Any, **_: Any) -> Any:
-        return SimpleNamespace(
-            remote=lambda worker_id, **where: made.append((scheduling_strategy, where)) or actor
-        )
-
-    monkeypatch.setattr(ray_cluster.ray, "remote", lambda _: SimpleNamespace(options=options))
-    node, other = "5e" * 28, "6f" * 28
-    RayKeepers("up", placed=True, nodes={"decode-0": node})(worker_settings(), True)
-    [(strategy, where)] = made
-    assert (strategy.node_id, strategy.soft) == (node, True)
-    assert where == {"is_pool": False, "placed": True, "node": node}
-
-    class Ended(Exception):
-        pass
-
-    monkeypatch.setattr(ray_cluster.os, "_exit", fails(Ended()))
-    context = SimpleNamespace(get_node_id=lambda: other)
-    monkeypatch.setattr(ray_cluster.ray, "get_runtime_context", lambda: context)
-    with pytest.raises(Ended):
-        ray_cluster.WorkerActor("decode-0", **where).run(b"", "", "", 0.0)
+    fake = FakeRay(monkeypatch)
+    node = "5e" * 28
+    keeper = RayKeepers("up", placed=True, nodes={"decode-0": node})(worker_settings(), True)
+    keeper.run()
+    monkeypatch.setattr(ray_cluster.ray, "wait", lambda calls, **_: (calls, []))
+    for number, error in enumerate([ActorUnschedulableError("it does not exist"), RayActorError()]):
+        monkeypatch.setattr(ray_cluster.ray, "get", fails(error))
+        ended = keeper.end()
+        assert ended is not None
+        assert ended.how is How.KEEPER_DIED, "its process may run on"
+        keeper.run()
+        assert (len(fake.started), fake.killed) == (2, ["decode-0"]), number
+    assert [(told.node_id, told.soft) for told in fake.options] == [(node, False)] * 2
 
 
 @pytest.mark.parametrize("num_gpus", [0.0, 8.0])
@@ -95,7 +92,7 @@ def test_a_worker_that_a_killed_serve_has_left_is_kept_on_its_node_while_that_li
     if num_gpus:
         assert fake.groups == ["[{'GPU': 8.0, 'node:10.0.0.7': 0.001}] STRICT_PACK"]
     else:
-        assert (told.node_id, told.soft) == (node["NodeID"], True)
+        assert (told.node_id, told.soft) == (node["NodeID"], False)
     there.remove(node)
     for _ in range(2):
         keeper.run()
