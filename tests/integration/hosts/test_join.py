@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPTS = ["The quick brown fox jumps over the lazy dog. " * count for count in (1, 20, 40)]
 NUM_TOKENS = 24
+LOSS = 0.02
+NUM_SENT_AGAIN = 4
 PORT = 6400
 PAGES, POOL = "--kv-cache-memory-bytes=32MiB", "--kvstore-dram-bytes=32MiB"
 SMALL = ("--dtype=float32", PAGES)
@@ -91,6 +93,17 @@ def test_decode_and_a_gateway_join_from_other_machines(tmp_path: Path) -> None:
         )  # fmt: skip
         url = gateway.wait_for(r"on (http://\S+/v1)").group(1)
         assert answers(first, url) == alone
+
+        for each in machines:
+            each.lose(LOSS)
+        before = [each.num_sent_again() for each in machines]
+        while any(
+            each.num_sent_again() < number + NUM_SENT_AGAIN
+            for each, number in zip(machines, before, strict=True)
+        ):
+            assert answers(first, url) == alone
+        for each in machines:
+            each.lose(0.0)
 
         second.vanish()
         second.come_back()

@@ -40,6 +40,12 @@ DISK = "/home/disk"
 NOWHERE = "02:00:00:00:00:fe"
 """An address of the link layer that no host has: what is sent there is lost without a word."""
 SHM_BYTES = 2**30
+CHANCE = "32 0 0 {random},53 1 0 {below},6 0 0 2,6 0 0 0"
+"""A program for the kernel (classic BPF): load a random number, keep the packet unless that is
+below another number. netem, which does this and more, is in few kernels.
+"""
+RANDOM = 2**32 - 4096 + 56
+"""Where such a program loads a random number of 32 bits from."""
 _NUMBERS = itertools.count(1)
 _POST = """
 import sys, urllib.request
@@ -202,8 +208,27 @@ class Host:
     def slow_down(self, rate: str) -> None:
         """Let so much leave it, as "100mbit"; tc(8) knows the units."""
         limit = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
-        words = ["tc", "-netns", self._namespace, "qdisc", "replace", "dev", "eth0", *limit]
-        subprocess.run(words, check=True)
+        self._tc("qdisc", "replace", "dev", "eth0", *limit)
+
+    def lose(self, share: float) -> None:
+        """Have this share of the packets that reach it get lost, each by chance; 0: none."""
+        below = min(2**32 - 1, int(share * 2**32))
+        self._tc("qdisc", "replace", "dev", "eth0", "clsact")
+        self._tc(
+            "filter", "replace", "dev", "eth0", "ingress", "pref", "1", "protocol", "all",
+            "handle", "1", "bpf", "direct-action", "bytecode",
+            f"4,{CHANCE.format(random=RANDOM, below=below)}",
+        )  # fmt: skip
+
+    def num_sent_again(self) -> int:
+        """Return how many segments of TCP it has sent more than once."""
+        names, values = (
+            line.split() for line in self.check("grep", "^Tcp:", "/proc/net/snmp").splitlines()
+        )
+        return int(values[names.index("RetransSegs")])
+
+    def _tc(self, *words: str) -> None:
+        subprocess.run(["tc", "-netns", self._namespace, *words], check=True)
 
     def skew_clock(self, seconds: float) -> None:
         """Have the clock of its programs show so much more than the time, from now on."""
