@@ -194,21 +194,29 @@ class Sender:
         object.__setattr__(self, "own_id", client_id(self.channel_key))
         object.__setattr__(self, "speaks_for_itself", self.roles <= _SCOPED)
 
-    def is_own(self, worker: m.WorkerRef, whence: str) -> bool:
+    def is_own(self, worker: m.WorkerRef, whence: str, *, answers_there: bool = False) -> bool:
         """Whether `worker` can only be the sender itself: it has the key and the host that the
-        connection has proven. `whence` is the IP address at the connection's other end.
+        connection has proven. `whence` is the IP address at the connection's other end. If answers
+        go there, the address may be the key alone.
         """
         return (
             not _is_long(worker)
             and channel_key_of(worker) == self.channel_key
             and worker.worker_id.startswith(self.own_id)
-            and _is_same_host(worker.address, whence)
+            and (
+                (answers_there and worker.address.startswith("#"))
+                or _is_same_host(worker.address, whence)
+            )
         )
 
 
-def refusal(sender: Sender, message: AnyMessage, whence: str) -> str | None:
+def refusal(
+    sender: Sender, message: AnyMessage, whence: str, *, answers_there: bool = False
+) -> str | None:
     """Return why `sender` may not send `message` on a connection from the IP address `whence`.
     Returns None when it may.
+
+    answers_there: the answer goes back on that connection, so the sender needs no address.
     """
     kind = type(message)
     if kind not in sender.may_send:
@@ -220,13 +228,15 @@ def refusal(sender: Sender, message: AnyMessage, whence: str) -> str | None:
     if kind in _ABOUT_BLOCKS and (num_keys := _num_keys(message)) > MAX_KEYS:
         return f"{kind.__name__} names {num_keys} blocks, more than {MAX_KEYS}: send it in parts"
     if sender.speaks_for_itself:
-        return _beyond_itself(sender, message, whence)
+        return _beyond_itself(sender, message, whence, answers_there=answers_there)
     if kind is m.WorkerHello and isinstance(message, m.WorkerHello):
         return None if message.role in _WORKERS else f"{sender.name} is no {message.role.value}"
     return None
 
 
-def _beyond_itself(sender: Sender, message: AnyMessage, whence: str) -> str | None:
+def _beyond_itself(
+    sender: Sender, message: AnyMessage, whence: str, *, answers_there: bool
+) -> str | None:
     """Return why a client or operator may not send this. Returns None when it names only what is
     its own.
     """
@@ -235,7 +245,7 @@ def _beyond_itself(sender: Sender, message: AnyMessage, whence: str) -> str | No
         return f"{sender.name} does not name itself in {type(message).__name__}; a client must"
     if speaker is not None and _is_long(speaker):
         return f"{sender.name} names itself by more than {MAX_NAME_CHARS} characters"
-    if speaker is not None and not sender.is_own(speaker, whence):
+    if speaker is not None and not sender.is_own(speaker, whence, answers_there=answers_there):
         return (
             f"{sender.name} may not speak for {speaker.worker_id} at {speaker.address} from "
             f"{whence}: a client speaks for itself, and listens at the address that it sends from"

@@ -119,6 +119,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     question: bytes
+    piece_bytes: int
+    """Bytes of the pieces in which the peer takes what comes behind the answer; 0: it takes none.
+    """
     sender: Sender
     """The peer, as its connection has proven it."""
     whence: str
@@ -234,9 +237,7 @@ class Transfer(Protocol):
         """
 
     def hear_questions(self) -> None:
-        """Take peers' questions from now on, as events, and tell peers so in `segment`. An engine
-        that encrypts takes none, because questions and answers go as they are.
-        """
+        """Take peers' questions from now on, as events, and tell peers so in `segment`."""
 
     def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
         """Answer a question, and send the pieces behind the answer. They must stay as they are

@@ -17,7 +17,9 @@ from mooncake.identity import Certificate, credential
 from mooncake.kvstore.client import client
 from mooncake.kvstore.client.block_writer import ASK_AGAIN_S
 from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.node.questions import ANSWERS
 from mooncake.launch.pool_client.session import PoolSessionConfig
+from mooncake.launch.pool_node.admin import ADDRESS
 from mooncake.rpc import codec, membership, zmq_channel
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.transfer.engine import MAX_ANSWER_BYTES, MAX_ANSWER_PIECES, MAX_QUESTION_BYTES
@@ -109,7 +111,7 @@ def test_times_are_those_of_the_code() -> None:
     assert report_s == client.REPORT_INTERVAL_S
     defaults = {each.name: each.default for each in msgspec.structs.fields(PoolSessionConfig)}
     assert numbers("| what | seconds |") == {
-        "no answer: ask again after": f"{ASK_AGAIN_S:g}",
+        "no answer over ZeroMQ: ask again after": f"{ASK_AGAIN_S:g}",
         "no answer: give up after": f"{defaults['timeout_s']:g}",
         "a put that has not ended is taken back after": f"{node.put_timeout_s:g}",
         "pin_granted waits for blocks from SSD at most": f"{node.ssd_load_timeout_s:g}",
@@ -165,7 +167,24 @@ def test_versions_and_heads_are_those_of_the_code() -> None:
 def test_the_bounds_of_questions_are_those_of_the_code() -> None:
     assert numbers("| what a question and its answer have at most | value |") == {
         "bytes of a question, and of an answer without its payload": f"{MAX_QUESTION_BYTES:,}",
+        "bytes of a question at least": f"{wire.RANGE_BYTES}",
+        "blocks that a question for no payload names": f"{MAX_ANSWER_PIECES:,}",
         "bytes behind an answer": f"{MAX_ANSWER_BYTES:,}",
         "pieces of these": f"{MAX_ANSWER_PIECES:,}",
     }
     assert f"If `endpoints` of the `SegmentRef` has `{QUESTIONS}`" in PAGE
+    assert f"For runs of more than {MAX_ANSWER_PIECES:,} blocks" in PAGE
+
+
+def test_what_may_be_asked_is_what_a_node_answers() -> None:
+    [tags] = re.findall(r"On the data connection a client asks (.*?)\. (.*?) have no", PAGE)
+    named = [re.findall(r"`(\w+)`", each) for each in tags]
+    assert named == [
+        [kind.__struct_config__.tag for kind in ANSWERS],
+        [kind.__struct_config__.tag for kind, answer in ANSWERS.items() if answer is None],
+    ]
+
+
+def test_a_node_tells_everybody_what_the_page_says() -> None:
+    [table] = re.findall(r"`GET /v1/pool/address`.*?\n\n(.*?)\n\n", PAGE, re.DOTALL)
+    assert tuple(row[0].strip("`") for row in rows(table)[1:]) == ADDRESS

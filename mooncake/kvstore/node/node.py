@@ -49,6 +49,7 @@ from mooncake.kvstore.node.blocks import COUNTERS, NodeBlocks, NodePorts
 from mooncake.kvstore.node.inquiries import Inquiries
 from mooncake.kvstore.node.long_work import LongWork
 from mooncake.kvstore.node.peers import Peers, PeerState
+from mooncake.kvstore.node.questions import ANSWERS, AnsweringChannel, Questions
 from mooncake.kvstore.node.removal import Removals
 from mooncake.kvstore.node.sessions import PinSessions, PutSessions
 from mooncake.kvstore.storage.disk import DiskDone, Disks, DiskScanned, NoDisks
@@ -98,8 +99,9 @@ class KvNode:
             seeds,
         )  # fmt: skip
         self._counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        answering = AnsweringChannel(channel, transfer, self.region)
         ports = NodePorts(
-            config, layout, channel, transfer, self.region, self._membership, self._counters
+            config, layout, answering, transfer, self.region, self._membership, self._counters
         )
         self._peers = Peers(config, self._counters)
         self.blocks = NodeBlocks(ports, dram, disks or NoDisks(), self._peers)
@@ -114,6 +116,9 @@ class KvNode:
         self._is_late = False
         """True if it waits for nobody any more."""
         self._handlers = self._table()
+        asked = {kind: self._handlers[kind] for kind in ANSWERS}
+        questions = Questions(answering, transfer, self._pins, asked, self._counters)
+        self._handlers |= {Asked: questions.on_asked, AskEnded: questions.on_ended}
 
     @property
     def counters(self) -> dict[str, float]:
@@ -203,8 +208,6 @@ class KvNode:
             PutEnd: self._puts.on_end,
             PinBlocks: self._pins.on_pin,
             Unpin: self._pins.on_unpin,
-            Asked: self._pins.on_asked,
-            AskEnded: self._pins.on_ask_ended,
             **dict.fromkeys(
                 (Welcome, WhoAreYou, Refused), lambda message, _: membership.handle(message)
             ),

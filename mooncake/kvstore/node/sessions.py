@@ -17,7 +17,6 @@ from mooncake.base import (
     BlockKey,
     PinBlocks,
     PinGranted,
-    ProtocolError,
     PutEnd,
     PutGranted,
     PutStart,
@@ -26,12 +25,11 @@ from mooncake.base import (
     Unpin,
     WorkerRef,
 )
-from mooncake.base.rights import client_key, refusal
+from mooncake.base.rights import client_key
 from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
 from mooncake.kvstore.node.peers import Grant, Peers, PeerState, peer_of
-from mooncake.rpc.codec import decode, encode
-from mooncake.telemetry.audit import audit
-from mooncake.transfer.engine import MAX_ANSWER_BYTES, Asked, AskEnded, Pieces
+from mooncake.rpc.codec import encode
+from mooncake.transfer.engine import MAX_ANSWER_BYTES, Pieces
 from mooncake.transfer.grants import Resting
 
 
@@ -227,50 +225,36 @@ class PinSessions:
         else:
             self._pin(message, self._blocks.dram.leading(message.keys), now, more=more)
 
-    def on_asked(self, event: Asked, now: float) -> None:
-        """Pin the leading blocks of a run, and send them behind the answer. They are unpinned when
-        they are out. What the answer lacks, the reader asks for by a message: it may be on a disk,
-        or its `PutEnd` may still be on its way.
+    def waits(self, reader: WorkerRef, ticket: int) -> bool:
+        """Return whether a pin waits for blocks from a disk."""
+        return ticket in self._peers.find(reader).waits
+
+    def send(self, number: int, message: PinBlocks, now: float) -> str | None:
+        """Pin the leading blocks of a run, and send them behind the answer to a question. They are
+        unpinned when they are out. What the answer lacks, the reader asks for by a message: it may
+        be on a disk, or its `PutEnd` may still be on its way. Return why the question is refused.
         """
-        transfer, blocks = self._ports.transfer, self._blocks
-        try:
-            message = decode(event.question)
-        except ProtocolError as error:
-            transfer.refuse(event.number, error.message)
-            return
-        if not isinstance(message, PinBlocks):
-            transfer.refuse(event.number, f"{type(message).__name__} is no question")
-            return
+        blocks = self._blocks
         reader, ticket, keys = message.reader, message.ticket, message.keys
         state = self._peers.find(reader)
-        sender, whence = event.sender, event.whence
-        reason = refusal(sender, message, whence)
-        if reason is not None:  # as the channel does with a message
-            self._counters["messages_refused"] += 1
-            audit(
-                "message_refused", kind=sender.channel_key, who=sender.name, whence=whence,
-                reason=reason,
-            )  # fmt: skip
-        elif ticket in state.pins or ticket in state.waits:
-            reason = f"the ticket {ticket} is open"
-        if reason is not None:
-            transfer.refuse(event.number, reason)
-            return
+        if ticket in state.pins or ticket in state.waits:
+            return f"the ticket {ticket} is open"
         may_open = self._peers.may_open(reader, "pin", ticket, len(keys) + len(message.head.keys))
         most = MAX_ANSWER_BYTES // blocks.dram.block_bytes
         count = min(blocks.dram.leading(keys), most) if may_open else 0
         run = self._take(message, count, now, more=True)
         if run:
-            self._asked[event.number] = message
+            self._asked[number] = message
         granted = self._granted(reader, ticket, run, more=len(run) < len(keys))
         pieces = Pieces(blocks.dram.offsets(run), blocks.dram.block_bytes)
-        transfer.answer(event.number, encode(granted), self._ports.region, pieces)
+        self._ports.transfer.answer(number, encode(granted), self._ports.region, pieces)
+        return None
 
-    def on_ask_ended(self, event: AskEnded, now: float) -> None:
+    def on_sent(self, number: int, now: float) -> None:
         """Unpin blocks that were sent behind an answer, or whose reader hung up. Their use counts
         only now, so that the bytes do not wait for that.
         """
-        message = self._asked.pop(event.number, None)
+        message = self._asked.pop(number, None)
         if message is not None:
             reader, ticket = message.reader, message.ticket
             self._use(message, self._peers.find(reader).pins.get(ticket, []), now)

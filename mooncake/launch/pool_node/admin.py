@@ -1,5 +1,6 @@
-"""The HTTP API of a pool node for operators: probes, figures, metrics, drain. Figures and drain are
-for holders of a token, and for holders of a credential who sign the request.
+"""The HTTP API of a pool node for operators: probes, figures, metrics, drain, and
+its address for clients. Figures and drain are for holders of a token, and for holders of a
+credential who sign the request.
 
 It owns a server and the verifier of signatures, and reads the node only between two events of its
 driver.
@@ -38,6 +39,8 @@ from mooncake.telemetry.audit import OPERATOR_ROUTE, audit
 
 ANSWER_S = 5.0
 """A node whose driver does not answer within this time counts as unhealthy."""
+ADDRESS = ("segment", "block_bytes")
+"""What everybody may know about a node: where its memory is, and the size of its blocks."""
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,6 +144,7 @@ class PoolAdmin:
         routes = {
             **probe_routes(lambda: [health.vitals()]),
             **metrics_route(metrics),
+            "/v1/pool/address": Route("GET", lambda _: self._address()),
             "/v1/pool/stats": guard.route("GET", _answering(self._stats), *CredentialRole),
             "/v1/pool/drain": guard.route(
                 "POST", _answering(self._begin_drain), CredentialRole.OPERATOR
@@ -163,6 +167,11 @@ class PoolAdmin:
         asked = self._driver.call(lambda node, _: node.state())
         state: PoolState = asked.result(ANSWER_S)
         return state
+
+    def _address(self) -> Answer:
+        """Tell where clients reach the node's memory. Whoever connects there must prove himself."""
+        told = {name: self._about[name] for name in ADDRESS if name in self._about}
+        return document(HTTPStatus.OK, told)
 
     def _stats(self) -> Answer:
         return document(HTTPStatus.OK, {**pool_metrics.document(self._state()), **self._about})

@@ -292,6 +292,7 @@ def _about(settings: WorkerSettings) -> dict[str, Any]:
         "gateway_address": settings.gateway_address,
         "node_id": settings.node_id,
         "layout": msgspec.to_builtins(settings.layout),
+        "block_bytes": settings.layout.block_bytes,
         "ssd": [msgspec.to_builtins(disk) for disk in settings.kvstore.ssd],
         "pid": os.getpid(),
     }

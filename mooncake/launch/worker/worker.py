@@ -109,6 +109,8 @@ class Worker:
         Raises:
             ConfigError: its address cannot be bound.
         """
+        if self._transfer is not None:
+            about = {**about, "segment": msgspec.to_builtins(self._transfer.segment)}
         self._admin = PoolAdmin(settings, credential, self.driver, about, port.health, port.metrics)
 
     def tell(self, health: Health) -> None:

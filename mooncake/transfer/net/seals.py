@@ -52,23 +52,34 @@ class Seals:
         self._num_messages += 1
         return self._num_messages.to_bytes(_NUMBER_BYTES, "little")
 
-    def seal(self, message: bytes) -> bytes:
-        """Return a message, which stays readable, and its tag."""
+    def seal(self, message: bytes, secret: bytes = b"") -> bytes:
+        """Return a message, which stays readable, and one tag. `secret` follows the message and is
+        encrypted where payloads are.
+        """
         if self._gcm is None:
-            return message
+            return message + secret
         nonce = self._next_number() + bytes(_INDEX_BYTES)
-        return message + self._gcm.encrypt(nonce, b"", message)
+        if self.protection is not Protection.ENCRYPT:
+            message, secret = message + secret, b""
+        return message + self._gcm.encrypt(nonce, secret, message)
 
-    def open(self, sealed: bytes | memoryview) -> bytes | memoryview:
-        """Return the message that was sealed. Raises ProtocolError when it was altered."""
+    def open(
+        self, sealed: bytes | memoryview, num_readable: int | None = None
+    ) -> bytes | memoryview:
+        """Return what was sealed, of which the first `num_readable` bytes are the message and the
+        others the secret. None: all is message. Raises ProtocolError when it was altered.
+        """
         if self._gcm is None:
             return sealed
-        message, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
+        stop = len(sealed) - TAG_BYTES
+        if num_readable is not None and self.protection is Protection.ENCRYPT:
+            stop = num_readable
+        message, rest = sealed[:stop], sealed[stop:]
         try:
-            self._gcm.decrypt(self._next_number() + bytes(_INDEX_BYTES), tag, message)
+            secret = self._gcm.decrypt(self._next_number() + bytes(_INDEX_BYTES), rest, message)
         except InvalidTag as error:
             raise ProtocolError(_ALTERED) from error
-        return message
+        return bytes(message) + secret if secret else message
 
     def begin(self) -> PayloadSeal:
         """Return the seal of the next message, a payload. All earlier messages must have been

@@ -20,7 +20,7 @@ from mooncake.transfer.engine import Op
 from mooncake.transfer.grants import Fence
 from mooncake.transfer.link_stats import LinkStats
 from mooncake.transfer.net.directory import PeerDirectory, PeerUnreachable
-from mooncake.transfer.net.endpoint import ListenAddress, PeerKey, Protection, parse_endpoint
+from mooncake.transfer.net.endpoint import ListenAddress, PeerKey, parse_endpoint
 from mooncake.transfer.net.handshake import MAX_FENCED, ConnectingSide, Credentials
 from mooncake.transfer.net.io_loop import IoLoop
 from mooncake.transfer.net.retries import RetryQueue
@@ -239,7 +239,6 @@ class TcpBackend:
     ) -> None:
         """Listen for peers. Raises ConfigError when no port can be bound."""
         self._router = router
-        self._protection = credentials.protection
         self._listen = settings.listen
         self.stats = LinkStats(self.protocol)
         self._peers: PeerDirectory[TcpPeer] = PeerDirectory(
@@ -257,9 +256,9 @@ class TcpBackend:
         return self._listen.endpoint(self._server.port)
 
     @property
-    def questions(self) -> Questions | None:
-        """The questions of peers; None where bytes are encrypted: questions go as they are."""
-        return None if self._protection is Protection.ENCRYPT else self._server.questions
+    def questions(self) -> Questions:
+        """The questions of peers."""
+        return self._server.questions
 
     @property
     def num_connections(self) -> int:

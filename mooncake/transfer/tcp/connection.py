@@ -318,7 +318,7 @@ class Connection:
         kind = wire.READ if is_read else wire.WRITE
         pieces, question = part.slice.pieces, part.job.question
         if question:
-            head = wire.pack_ask(self._next_id, question, pieces[0].num_bytes)
+            head = wire.pack_ask(self._next_id, len(question), pieces[0].num_bytes)
         else:
             head = wire.pack_request(kind, self._next_id, pieces, num_bytes, part.job.grant)
         assert self._channel is not None
@@ -327,7 +327,7 @@ class Connection:
             part=part,
             regions=regions,
             views=views if is_read else [],
-            outgoing=Outgoing([head], [] if is_read else views, self._channel.sent),
+            outgoing=Outgoing([head], [] if is_read else views, self._channel.sent, question),
             posted_s=time.monotonic(),
         )
         if not self._requests:
@@ -449,7 +449,7 @@ class Connection:
         """Take the answer to a question. Its bytes follow, whole pieces from the first on."""
         assert self._channel is not None
         request = self._requests[0]
-        answer = bytes(self._channel.received.open(data))
+        answer = bytes(self._channel.received.open(data, 0))
         size = request.part.slice.pieces[0].num_bytes
         count, rest = divmod(num_bytes, size)
         if rest or count > len(request.views):
@@ -463,7 +463,7 @@ class Connection:
 
     def _on_reason(self, data: memoryview) -> None:
         assert self._channel is not None
-        reason = bytes(self._channel.received.open(data)).decode(errors="replace")
+        reason = bytes(self._channel.received.open(data, 0)).decode(errors="replace")
         self._end_request(f"{self._requests[0].part.job.peer.engine_id} refused: {reason}")
 
     def _receive_payload(self, sock: socket.socket, payload: Incoming, request: Request) -> int:

@@ -36,10 +36,17 @@ class Outgoing:
     """A frame that is being sent."""
 
     def __init__(
-        self, messages: Sequence[bytes], payload: Sequence[memoryview], seals: Seals
+        self,
+        messages: Sequence[bytes],
+        payload: Sequence[memoryview],
+        seals: Seals,
+        secret: bytes = b"",
     ) -> None:
-        """`messages`: a head, and the reason of a refusal. They are never encrypted."""
-        self._ready = [memoryview(b"".join(map(seals.seal, messages)))]
+        """`messages`: a head, and nothing or b"" behind it. They are never encrypted. `secret`: the
+        question, answer or reason that ends the last of them.
+        """
+        sealed = [*map(seals.seal, messages[:-1]), seals.seal(messages[-1], secret)]
+        self._ready = [memoryview(b"".join(sealed))]
         self._step_bytes = CHUNK_BYTES if seals.num_tag_bytes else wire.MAX_REQUEST_BYTES
         lengths = [len(view) for view in payload]
         self._chunks = deque(

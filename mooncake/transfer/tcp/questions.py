@@ -33,7 +33,14 @@ class Questions:
         """Have `hear` called with all questions and their ends, from the threads of connections."""
         self._hear = hear
 
-    def open(self, asker: ServerConnection, question: bytes, sender: Sender, whence: str) -> int:
+    def open(
+        self,
+        asker: ServerConnection,
+        question: bytes,
+        piece_bytes: int,
+        sender: Sender,
+        whence: str,
+    ) -> int:
         """Return the number of a new question, or 0 if nobody here hears questions."""
         if self._hear is None:
             return 0
@@ -41,7 +48,9 @@ class Questions:
             self._last += 1
             number = self._last
             self._open[number] = asker
-        self._hear(Asked(number=number, question=question, sender=sender, whence=whence))
+        self._hear(Asked(
+            number=number, question=question, piece_bytes=piece_bytes, sender=sender, whence=whence
+        ))  # fmt: skip
         return number
 
     def end(self, number: int) -> None:

@@ -311,11 +311,12 @@ class ServerConnection:
         """Have a question, now completely known, answered."""
         assert self._channel is not None
         assert self.identity is not None
-        head = memoryview(self._channel.received.open(data))
+        head = self._channel.received.open(data, wire.HEADER_BYTES)
         self._has_head = True
         self._began_s = time.monotonic()
+        question = bytes(head[wire.HEADER_BYTES :])
         self._question = self._server.questions.open(
-            self, bytes(head[wire.HEADER_BYTES :]), self._sender, self._whence or ""
+            self, question, request.grant, self._sender, self._whence or ""
         )
         if not self._question:
             self._refuse(request, "questions are not heard here")
@@ -339,7 +340,7 @@ class ServerConnection:
             num_bytes = pieces.num_bytes * len(pieces.offsets)
             header = wire.Header(wire.TOLD, 0, request.request_id, num_bytes, len(answer))
             self._request = header
-            self._end_request(wire.pack_header(header), answer, payload=views)
+            self._end_request(wire.pack_header(header), b"", payload=views, answer=answer)
         except (OSError, ProtocolError, RangeRefused) as error:
             self._fail(error)
 
@@ -391,7 +392,8 @@ class ServerConnection:
 
     def _refuse(self, request: wire.Header, reason: str) -> None:
         self._needed = []
-        self._end_request(*wire.pack_refusal(request.request_id, reason))
+        header, text = wire.pack_refusal(request.request_id, reason)
+        self._end_request(header, b"", answer=text)
 
     def _count(self) -> None:
         """Count the current request, which has been served."""
@@ -404,13 +406,15 @@ class ServerConnection:
                 time.monotonic(),
             )
 
-    def _end_request(self, *messages: bytes, payload: Sequence[memoryview] = ()) -> None:
+    def _end_request(
+        self, *messages: bytes, payload: Sequence[memoryview] = (), answer: bytes = b""
+    ) -> None:
         self._incoming = None
         if not payload:
             self._needed = []
         self._expect_head()
         assert self._channel is not None
-        self._reply(Outgoing(messages, payload, self._channel.sent))
+        self._reply(Outgoing(messages, payload, self._channel.sent, answer))
 
     def _reply(self, frame: Outgoing) -> None:
         self._outgoing = frame
@@ -449,9 +453,13 @@ def _cut(region_id: int, pieces: Pieces, num_bytes: int) -> list[tuple[int, int,
     """Return the ranges of pieces of memory, cut into shorter ones of `num_bytes` each. Raises
     ProtocolError when they cannot be cut so, or are too many.
     """
-    count, rest = divmod(pieces.num_bytes, num_bytes)
+    if not pieces.offsets:
+        return []
+    count, rest = divmod(pieces.num_bytes, num_bytes) if num_bytes else (0, 1)
     if rest or count * len(pieces.offsets) > MAX_ANSWER_PIECES:
-        raise ProtocolError(f"a question asks for pieces of {num_bytes} bytes, which is too many")
+        raise ProtocolError(
+            f"a question asks for pieces of {num_bytes} bytes, into which these cannot be cut"
+        )
     starts = range(0, pieces.num_bytes, num_bytes)
     return [(region_id, offset + start, num_bytes) for offset in pieces.offsets for start in starts]
 

@@ -7,9 +7,10 @@ After the handshake the client sends requests and the owner answers them in orde
     ASK    header, question          ->  TOLD answer, payload | REFUSED reason
 
 Both directions are sealed (`frames`): a tag follows each head (header and ranges, or question),
-each chunk of a payload, each reason and each answer. A header is kind (1 byte), version (1), number
-of ranges (2), request id (8), payload bytes (8) and an extra number (8): the grant of a WRITE, the
-bytes of a piece for an ASK, the bytes of the answer for a TOLD, else 0. A range is region, offset,
+each chunk of a payload, each reason and each answer. Where payloads are encrypted, questions,
+answers and reasons are, too. A header is kind (1 byte), version (1), number of ranges (2), request
+id (8), payload bytes (8) and an extra number (8): the grant of a WRITE, the bytes of a piece for an
+ASK (0: it wants none), the bytes of the answer for a TOLD, else 0. A range is region, offset,
 length (8 each). Handshake messages go before them, in the frames of `net.control_link`.
 """
 
@@ -48,8 +49,8 @@ class Header(msgspec.Struct, frozen=True):
     of the reason (REFUSED).
     """
     grant: int = 0
-    """The grant by which a WRITE may be made, the bytes of each piece in which the answer to an ASK
-    comes, or the bytes of the answer before the payload (TOLD).
+    """The grant by which a WRITE may be made, the bytes of each piece that comes behind the answer
+    to an ASK (0: none comes), or the bytes of the answer before the payload (TOLD).
     """
 
 
@@ -74,11 +75,8 @@ def parse_header(data: memoryview, kinds: frozenset[int]) -> Header:
         )
     if kind == REFUSED and num_bytes > MAX_REASON_BYTES:
         raise ProtocolError(f"a refusal of {num_bytes} bytes is too long")
-    if kind == ASK and not (RANGE_BYTES <= num_bytes <= MAX_QUESTION_BYTES and grant):
-        raise ProtocolError(
-            f"a question has {num_bytes} bytes and asks for pieces of {grant}, which is "
-            "outside the limits"
-        )
+    if kind == ASK and not RANGE_BYTES <= num_bytes <= MAX_QUESTION_BYTES:
+        raise ProtocolError(f"a question has {num_bytes} bytes, which is outside the limits")
     if kind == TOLD and not 0 < grant <= MAX_QUESTION_BYTES:
         raise ProtocolError(f"an answer has {grant} bytes, which is outside the limits")
     return Header(kind, num_ranges, request_id, num_bytes, grant)
@@ -110,9 +108,9 @@ def pack_request(
     return pack_header(header) + pack_ranges(pieces)
 
 
-def pack_ask(request_id: int, question: bytes, piece_bytes: int) -> bytes:
-    """Return header and question of an ASK."""
-    return pack_header(Header(ASK, 0, request_id, len(question), piece_bytes)) + question
+def pack_ask(request_id: int, question_bytes: int, piece_bytes: int) -> bytes:
+    """Return the header of an ASK, behind which the question goes."""
+    return pack_header(Header(ASK, 0, request_id, question_bytes, piece_bytes))
 
 
 def pack_refusal(request_id: int, reason: str) -> tuple[bytes, bytes]:

@@ -47,6 +47,9 @@ STATE = PoolState(
 )  # fmt: skip
 
 
+ADDRESS = {"segment": ["boot", {"tcp": "h:2"}, "host"], "block_bytes": 4096}
+
+
 class Node:
     """What the driver drives."""
 
@@ -93,7 +96,7 @@ def api_server(driver: Driver) -> Iterator[PoolAdmin]:
         return render(pool_metrics.node_families(driver.node.shown))
 
     settings = AdminSettings(token_digests=[sha256(key).digest() for key in (b"another", b"key")])
-    about = {"node_id": "n"}
+    about = {"node_id": "n", **ADDRESS}
     opened = PoolAdmin(settings, HELD.cluster, driver, about, health, metrics)  # type: ignore[arg-type]
     yield opened
     opened.close()
@@ -120,6 +123,11 @@ def test_health_and_metrics_need_no_credential(api_server: PoolAdmin, driver: Dr
     assert ask(api_server, "/health") == (503, draining)
     assert ask(api_server, "/health/ready") == (503, draining)
     assert ask(api_server, "/health/live") == (200, draining)
+
+
+def test_everybody_may_know_where_the_memory_is_and_nothing_more(api_server: PoolAdmin) -> None:
+    assert ask(api_server, "/v1/pool/address") == (200, ADDRESS)
+    assert ask(api_server, "/v1/pool/address", "POST")[0] == 405
 
 
 def test_a_node_that_no_pool_knows_yet_is_not_well(api_server: PoolAdmin, driver: Driver) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import random
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,18 +17,21 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.msgpack import encode
 
 from mooncake.base import Tier
-from mooncake.base.rights import CredentialRole
+from mooncake.base.rights import CredentialRole, tenant_mark
 from mooncake.cli import main as cli
-from mooncake.identity import issue
-from mooncake.launch.pool_client.session import PoolSession, locate
-from mooncake.transfer.tcp.frames import cuts
+from mooncake.identity import issue, own_credential
+from mooncake.launch.host.http_client import Client
+from mooncake.launch.host.secrets.credentials import sign_request
+from mooncake.launch.pool_client.session import STATS_PATH, PoolSession, locate
 from tests.support.kvstore.pool_process import SECRET, PoolProcess
 from tests.support.model.checkpoints import write_config_only
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pool_client.py"
-PACKAGES = {"cryptography", "msgspec", "zmq"}
+MARK = tenant_mark("acme")
+PACKAGES = {"cryptography", "msgspec"}
 
 
 def load() -> Any:
@@ -60,13 +64,6 @@ def test_it_imports_nothing_of_mooncake() -> None:
         elif isinstance(node, ast.ImportFrom):
             names.add((node.module or "").partition(".")[0])
     assert names - set(sys.stdlib_module_names) == PACKAGES
-
-
-@pytest.mark.parametrize(
-    "num_bytes", [1, 2**18 - 1, 2**18, 2**20, 2**20 + 2**16, 2**20 + 2**16 + 1, 5 * 2**20 + 7]
-)
-def test_it_cuts_payloads_as_nodes_do(num_bytes: int) -> None:
-    assert plain.cuts(num_bytes) == [stop - start for _, start, stop in cuts([num_bytes], 2**20)]
 
 
 @pytest.mark.parametrize("protection", ["none", "mac", "encrypt"])
@@ -127,72 +124,117 @@ def is_well(client: Any, node: PoolProcess) -> bool:
     assert client.put(key, data)
     assert client.find(key) == "dram"
     assert client.get(key) == data
-    assert client.find(key) == "dram", "the node has taken in what was told before"
-    told = plain.locate(node.url, client.credential)
+    told = stats(node)
     return (told["puts_open"], told["reads_open"]) == (0, 0)
 
 
+def stats(node: PoolProcess) -> dict[str, Any]:
+    credential = own_credential(SECRET, CredentialRole.OPERATOR)
+
+    def sign(method: str, path: str, challenge: str) -> str:
+        return sign_request(credential, method, path, challenge)
+
+    return dict(Client(node.url, sign=sign).get(STATS_PATH))
+
+
 def test_messages_that_are_none_do_no_harm(client: Any, node: PoolProcess) -> None:
-    signed = client.credential.signed
-    head = b"\x4d\x06" + len(signed).to_bytes(2, "little") + signed
+    """The node refuses them, or hangs up."""
+    head, pin = plain.HEAD, encode({"type": "pin", "ticket": 2**40, "keys": [bytes(16)]})
     for junk in (
-        b"", b"\x4d", b"junk", b"\x4d\x05" + head[2:], b"\x4d\x06\xff\xff", head, head + b"\xc1",
-        head + b"\x91" * 5000, head[:-1] + b"?", head + msgspec.msgpack.encode({"type": "pin"}),
+        b"junk" * 8, head + b"\xc1" * 40, head + b"\x91" * 5000, b"\x4d\x05\0\0" + pin, head + pin,
+        b"\x4d\x06\xff\xff" + pin, pin, head + pin[:-1],
+        head + encode({"type": "pin_granted", "asker": client.credential.me, "ticket": 1}),
     ):  # fmt: skip
-        client.outbox.send(junk)
-    client.tell("put_end", writer=client.me, ticket=999, written=[bytes(16)])
-    client.tell("unpin", reader=client.me, ticket=2**63 - 1)
-    client.tell("pin_granted", asker=client.me, ticket=1, store=client.me, num_blocks=2**40)
+        with pytest.raises(plain.PoolError, match=r"the node refuses: ."):
+            raw(client, junk)
+    me = client.credential.me
+    assert client.ask("put_end", writer=me, ticket=999, written=[bytes(16)[:10] + MARK]) is None
+    assert client.ask("unpin", reader=me, ticket=2**62) is None
     assert is_well(client, node)
+    for junk in (b"short", b"long" * 2**15):
+        with closing(plain.Pool(node.url, client.credential)) as another, pytest.raises(
+            (plain.PoolError, OSError), match=r"hung up|reset|Broken pipe"
+        ):  # fmt: skip
+            raw(another, junk)
+    assert is_well(client, node)
+
+
+def raw(client: Any, question: bytes) -> None:
+    """Ask something that is no message."""
+    head = struct.pack("<BBHQQQ", plain.ASK, 3, 0, 1, len(question), 0)
+    client.request(client.sent.seal(head, question), bytes(max(0, 24 - len(question))))
 
 
 def test_what_it_may_not_ask_is_refused_with_words(client: Any, node: PoolProcess) -> None:
     others = plain.Credential(credential("another")).key_of("secret")
-    asked = {"asker": client.me, "ticket": 500}
+    mine, asked = client.credential.key_of("one"), {"asker": client.credential.me, "ticket": 500}
     with pytest.raises(plain.PoolError, match="may name keys of tenant 'acme' only"):
         client.ask("find", **asked, keys=[others])
-    with pytest.raises(plain.PoolError, match="names 32769 blocks, more than 32768"):
-        client.ask("find", **asked, keys=[client.credential.key_of("one")] * 32_769)
-    with pytest.raises(plain.PoolError, match="has no message of the kind levitate"):
+    with pytest.raises(plain.PoolError, match="names 1025 blocks, more than 1024"):
+        client.ask("find", **asked, keys=[mine] * 1025)
+    with pytest.raises(plain.PoolError, match="message of the kind levitate"):
         client.ask("levitate", **asked)
-    client.tell("drain")
+    with pytest.raises(plain.PoolError, match="may not send Drain"):
+        client.ask("drain", **asked)
+    with pytest.raises(plain.PoolError, match="AskPool is no question"):
+        client.ask("ask_pool", **asked)
+    name, epoch, place = client.credential.me
+    for other in (["client-" + "0" * 12 + "-1", epoch, place], [name, epoch, "#" + "0" * 64]):
+        with pytest.raises(plain.PoolError, match="may not speak for"):
+            client.ask("find", asker=other, ticket=501, keys=[mine])
     assert is_well(client, node)
 
 
 def test_memory_that_was_not_lent_is_neither_read_nor_written(
     client: Any, node: PoolProcess
 ) -> None:
-    key, put = client.credential.key_of("lent"), {"writer": client.me, "ticket": 600}
+    key, put = client.credential.key_of("lent"), {"writer": client.credential.me, "ticket": 600}
     granted = client.ask("put_start", **put, keys=[key], tenant="acme")
-    (engine_id, endpoints, _), region, _, [offset], grant = granted["places"]
+    _, region, _, [offset], grant = granted["places"]
     size = client.block_bytes
-    data, there = bytes([9]) * size, (region, offset, size)
-    with closing(plain.DataPath(client.credential, engine_id, endpoints["tcp"])) as path:
-        for place in (
-            (region, offset + size, size), (region, 2**63, size), (region + 1, offset, size),
-            (region, offset + 1, size), (region, offset, 2 * size),
-        ):  # fmt: skip
-            with pytest.raises(plain.PoolError, match="the node refuses"):
-                path.move(place, grant, bytes(place[2]))
+    data, there = bytes([9]) * size, (region, offset)
+    for place, length in (
+        ((region, offset + size), size), ((region, 2**63), size), ((region + 1, offset), size),
+        ((region, offset + 1), size), (there, 2 * size),
+    ):  # fmt: skip
         with pytest.raises(plain.PoolError, match="the node refuses"):
-            path.move(there)
-        path.move(there, grant, data)
-        client.tell("put_end", **put, written=[key])
-        assert client.get(key) == data
-        with pytest.raises(plain.PoolError, match="the node refuses"):
-            path.move(there, grant, bytes(size))
-        assert client.get(key) == data
+            client.write(*place, grant, bytes(length))
+    with pytest.raises(plain.PoolError, match="the node refuses"):
+        client.read(*there, size)
+    client.write(*there, grant, data)
+    assert client.find(key) is None, "nobody sees it before it is whole"
+    client.ask("put_end", **put, written=[key])
+    assert client.get(key) == data
+    with pytest.raises(plain.PoolError, match="the node refuses"):
+        client.write(*there, grant, bytes(size))
+    with pytest.raises(plain.PoolError, match="the node refuses"):
+        client.read(*there, size)
+    assert client.get(key) == data
     assert is_well(client, node)
 
 
 def test_altered_bytes_end_the_connection_and_nothing_else(client: Any, node: PoolProcess) -> None:
-    key, put = client.credential.key_of("altered"), {"writer": client.me, "ticket": 700}
+    key, put = client.credential.key_of("altered"), {"writer": client.credential.me, "ticket": 700}
     granted = client.ask("put_start", **put, keys=[key], tenant="acme")
-    (engine_id, endpoints, _), region, _, [offset], grant = granted["places"]
-    with closing(plain.DataPath(client.credential, engine_id, endpoints["tcp"])) as path:
-        path.sent.number += 1  # as if a message had been dropped
-        with pytest.raises((plain.PoolError, OSError)):
-            path.move((region, offset, client.block_bytes), grant, bytes(client.block_bytes))
-    client.tell("put_end", **put, dropped=[key])
-    assert client.find(key) is None
+    _, region, _, [offset], grant = granted["places"]
+    client.sent.number += 1  # as if a message had been dropped
+    with pytest.raises((plain.PoolError, OSError)):
+        client.write(region, offset, grant, bytes(client.block_bytes))
+    with closing(plain.Pool(node.url, client.credential)) as again:
+        again.ask("put_end", **put, dropped=[key])
+        assert again.find(key) is None
+        assert is_well(again, node)
+
+
+def test_a_granted_pin_is_granted_again_until_it_ends(client: Any, node: PoolProcess) -> None:
+    """As after an answer that was lost with its connection."""
+    key, data = client.credential.key_of("again"), bytes([5]) * client.block_bytes
+    assert client.put(key, data)
+    pin = {"reader": client.credential.me, "ticket": 800}
+    first = client.ask("pin", **pin, keys=[key])
+    with closing(plain.Pool(node.url, client.credential)) as another:
+        assert another.ask("pin", **pin, keys=[key])["places"] == first["places"]
+        assert stats(node)["reads_open"] == 1
+        another.ask("unpin", **pin)
+    assert client.ask("pin", **pin, keys=[key])["num_blocks"] == 0, "a ticket is used once"
     assert is_well(client, node)

@@ -353,7 +353,9 @@ class Pool(RuleBasedStateMachine):
         ticket = self.ticket()
         self.asked[ticket] = Asking(self.nodes[name], list(run))
         question = encode(PinBlocks(reader=CLIENT, ticket=ticket, keys=run))
-        event = Asked(number=ticket, question=question, sender=WORKERS, whence="")
+        event = Asked(
+            number=ticket, question=question, piece_bytes=BLOCK, sender=WORKERS, whence=""
+        )
         self.bring(self.nodes[name], event)
 
     @precondition(lambda self: self.asked)

@@ -30,6 +30,7 @@ from mooncake.base import (
 from mooncake.kvstore import KvNode, KvStoreConfig
 from mooncake.kvstore.block_checksum import checksum_of
 from mooncake.kvstore.config import ObjectStoreConfig, SsdConfig
+from mooncake.kvstore.node.questions import NIL
 from mooncake.rpc.codec import decode
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.disk import SimBucket, SimDiskConfig, SimDisks, SimMedium
@@ -104,7 +105,7 @@ class LocalTransfer:
         self.grants = Grants(defaultdict(int))
         self.usual_fence = Fence.CLOSED
         self.fences: dict[int, Fence] = {}
-        self.answers: dict[int, tuple[AnyMessage, list[int]]] = {}
+        self.answers: dict[int, tuple[AnyMessage | None, list[int]]] = {}
         """The answer to each question, and where the blocks behind it lie."""
         self.refusals: dict[int, str] = {}
 
@@ -149,7 +150,8 @@ class LocalTransfer:
 
     def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
         assert region is self.regions[0]
-        self.answers[number] = decode(answer), list(pieces.offsets)
+        told = None if answer == NIL else decode(answer)
+        self.answers[number] = told, list(pieces.offsets)
 
     def refuse(self, number: int, reason: str) -> None:
         self.refusals[number] = reason

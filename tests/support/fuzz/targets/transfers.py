@@ -90,7 +90,13 @@ def sealed(frames: Iterable[Frame], how: int, seals: Seals, least_bytes: int) ->
     """
     sent, heads = bytearray(), []
     for messages, pieces in frames:
-        outgoing = Outgoing(messages, pieces, seals)
+        shown, secret = messages[:-1], messages[-1]
+        if not shown:  # a request: its question may be encrypted, its ranges are not
+            stop = wire.HEADER_BYTES if secret[0] == wire.ASK else len(secret)
+            shown, secret = [secret[:stop]], secret[stop:]
+        else:
+            shown = [*shown, b""]
+        outgoing = Outgoing(shown, pieces, seals, secret)
         begin = len(sent)
         # How long a question is, too, is read before its tag.
         first = wire.HEADER_BYTES if messages[0][0] == wire.ASK else 4

@@ -7,12 +7,35 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mooncake.base import PeerLost, PinBlocks, PinGranted, Unpin, WorkerRef
-from mooncake.base.pool_messages import AskPool, FindBlocks, PoolState
-from mooncake.base.rights import CredentialRole, Sender, tenant_key
+from mooncake.base import (
+    PeerLost,
+    PinBlocks,
+    PinGranted,
+    PutEnd,
+    PutGranted,
+    PutStart,
+    Tier,
+    Unpin,
+    WorkerRef,
+)
+from mooncake.base.pool_messages import (
+    AnyMessage,
+    AskPool,
+    BlocksFound,
+    DescribeBlocks,
+    FindBlocks,
+    PoolState,
+)
+from mooncake.base.rights import MAX_NAME_CHARS, CredentialRole, Sender, tenant_key
 from mooncake.rpc.codec import encode
 from mooncake.sim.world.disk import SimMedium
-from mooncake.transfer.engine import MAX_ANSWER_BYTES, Asked, AskEnded
+from mooncake.transfer.engine import (
+    MAX_ANSWER_BYTES,
+    MAX_ANSWER_PIECES,
+    MAX_QUESTION_BYTES,
+    Asked,
+    AskEnded,
+)
 from tests.support.kvstore.node_world import BLOCK, NodeWorld, key, keys, worker
 from tests.support.kvstore.senders import CHANNEL_KEY, CLIENT, HERE, WORKERS, client_of
 
@@ -35,9 +58,12 @@ class World(NodeWorld):
         ticket = self.ticket() if ticket is None else ticket
         return self.bring(encode(PinBlocks(reader=reader, ticket=ticket, keys=wanted)), sender)
 
-    def bring(self, question: bytes, sender: Sender = WORKERS) -> int:
+    def bring(self, question: bytes, sender: Sender = WORKERS, piece_bytes: int = BLOCK) -> int:
         self.num_asked += 1
-        event = Asked(number=self.num_asked, question=question, sender=sender, whence=HERE)
+        event = Asked(
+            number=self.num_asked, question=question, piece_bytes=piece_bytes, sender=sender,
+            whence=HERE,
+        )  # fmt: skip
         assert not any(isinstance(m, PinGranted) for _, m in self.handle(event)), "one answer"
         return self.num_asked
 
@@ -124,7 +150,7 @@ def test_a_client_is_refused_what_its_messages_are_refused() -> None:
     for number in (
         world.ask([theirs], CLIENT, sender),
         world.ask([mine], READER, sender),
-        world.bring(encode(FindBlocks(asker=CLIENT, ticket=9, keys=[mine])), sender),
+        world.bring(encode(DescribeBlocks(asker=CLIENT, ticket=9, keys=[mine])), sender),
         world.bring(encode(FindBlocks(asker=CLIENT, ticket=9, keys=[mine]))),
         world.bring(b"no message of any kind that I know", sender),
         world.bring(encode(PinBlocks(reader=CLIENT, ticket=9, keys=[]))[:-3], sender),
@@ -143,7 +169,7 @@ def test_a_question_beyond_a_credential_is_counted_and_written_down_as_a_message
 ) -> None:
     lines: list[tuple[str, object, object]] = []
     monkeypatch.setattr(
-        "mooncake.kvstore.node.sessions.audit",
+        "mooncake.kvstore.node.questions.audit",
         lambda event, **facts: lines.append((event, facts["who"], facts["whence"])),
     )
     world = World()
@@ -202,3 +228,91 @@ def test_hits_are_counted_and_used_blocks_stay_longest() -> None:
     assert (world.node.counters["blocks_hit"], world.node.counters["pins"]) == (1, 1)
     world.put(WRITER, keys(4))
     assert key(1) in world.inventory
+
+
+HERE_ALONE = WorkerRef(CLIENT.worker_id, "e1", f"#{CHANNEL_KEY}")
+"""A client that listens nowhere: answers go back on its data connection."""
+
+
+class Telling(World):
+    """A node that such a client asks in place of sending messages."""
+
+    def tell(self, message: AnyMessage) -> object:
+        """Return the answer, which comes on the data connection and nowhere else."""
+        number = self.bring(encode(message), client_of(None), piece_bytes=0)
+        assert not any(address.startswith("#") for address, _ in self.channel.sent)
+        answer, offsets = self.transfer.answers[number]
+        assert offsets == []
+        self.over(number)
+        return answer
+
+
+def test_a_client_without_an_address_puts_finds_and_pins() -> None:
+    world, me = Telling(), HERE_ALONE
+    granted = world.tell(PutStart(writer=me, ticket=1, keys=keys(1, 2)))
+    assert isinstance(granted, PutGranted)
+    assert granted.keys == keys(1, 2)
+    assert world.tell(FindBlocks(asker=me, ticket=2, keys=keys(1))) == BlocksFound(
+        asker=me, ticket=2, store=granted.store, tiers=[None]
+    )
+    assert world.tell(PutEnd(writer=me, ticket=1, written=keys(1), dropped=keys(2))) is None
+    found = world.tell(FindBlocks(asker=me, ticket=3, keys=keys(1, 2)))
+    assert isinstance(found, BlocksFound)
+    assert found.tiers == [Tier.DRAM, None]
+    for _ in range(2):  # the first answer may have been lost with its connection
+        pinned = world.tell(PinBlocks(reader=me, ticket=4, keys=keys(1)))
+        assert isinstance(pinned, PinGranted)
+        assert (pinned.num_blocks, world.node.num_open) == (1, 1)
+    assert world.transfer.lent[CHANNEL_KEY, pinned.places.offsets[0], False] == 1
+    assert world.tell(Unpin(reader=me, ticket=4)) is None
+    assert world.node.num_open == 0
+    assert not +world.transfer.lent
+
+
+def test_a_grant_that_is_repeated_to_nobody_is_dropped() -> None:
+    world = Telling()
+    world.tell(PutStart(writer=HERE_ALONE, ticket=1, keys=keys(1)))
+    for second in range(1, 30):
+        world.tick(float(second))
+    assert world.node.num_open == 1
+    assert not any(isinstance(message, PutGranted) for _, message in world.channel.sent)
+    world.handle(PeerLost(worker=HERE_ALONE))
+    assert world.node.num_open == 0
+
+
+def test_a_question_waits_for_a_disk_and_its_pin_ends_with_its_connection() -> None:
+    world = Telling(num_blocks=4, media=[SimMedium()], ssd_write_at=0.0, ssd_min_uses=1)
+    world.put(WRITER, keys(1, 2))
+    world.tick(1.0)
+    world.boot()
+    world.tick(2.0)
+    sender = client_of(None)
+    pin = [PinBlocks(reader=HERE_ALONE, ticket=ticket, keys=keys(ticket)) for ticket in (1, 2)]
+    waiting, leaving = [world.bring(encode(each), sender, piece_bytes=0) for each in pin]
+    again = world.bring(encode(pin[0]), sender, piece_bytes=0)
+    assert world.transfer.refusals[again] == "the ticket 1 is open"
+    assert not world.transfer.answers
+    assert world.node.num_open == 2
+    world.over(leaving)
+    assert world.node.num_open == 1
+    world.tick(3.0)
+    assert world.told(waiting)[0].num_blocks == 1
+    assert leaving not in world.transfer.answers
+
+
+def test_a_question_names_no_more_blocks_than_an_answer_holds() -> None:
+    world, sender = Telling(), client_of(None)
+    asked = PutStart(writer=HERE_ALONE, ticket=1, keys=keys(*range(MAX_ANSWER_PIECES + 1)))
+    number = world.bring(encode(asked), sender, piece_bytes=0)
+    assert "names 1025 blocks, more than 1024" in world.transfer.refusals[number]
+    answer = world.tell(PutStart(writer=HERE_ALONE, ticket=2, keys=asked.keys[1:]))
+    assert isinstance(answer, PutGranted)
+    assert len(encode(answer)) < MAX_QUESTION_BYTES
+    longest = PinGranted(
+        asker=HERE_ALONE, ticket=2**63, store=answer.store, num_blocks=MAX_ANSWER_PIECES,
+        places=msgspec.structs.replace(
+            answer.places, offsets=[2**63] * MAX_ANSWER_PIECES, grant=2**63
+        ),
+        checksums=[2**64 - 1] * MAX_ANSWER_PIECES,
+    )  # fmt: skip
+    assert len(encode(longest)) < MAX_QUESTION_BYTES - MAX_NAME_CHARS
