@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -17,12 +18,14 @@ from mooncake.api.constrained import grammar
 from mooncake.api.constrained.schema_graph import MAX_PROPERTIES
 from mooncake.api.http import request_body
 from mooncake.api.schema.fields import RequestBody
+from tests.support.api.dearest import DEAR
 from tests.support.api.server import ScriptedBackend, live_api_server, says, tiny_model
+from tests.support.slowness import slowness
 
 MAX_GAP_S = 1.0
-"""Far more than the loop stands still for, far less than before the bodies were bounded (3 to 30 s
-each)."""
-LIMIT_S = 60.0
+"""On a usual machine: far more than the loop stands still for, far less than before the bodies were
+bounded (3 to 30 s each)."""
+LIMIT_S = 120.0
 """For what takes a moment on a quiet machine."""
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 N = 2_000_000
@@ -84,7 +87,7 @@ each character, work in the event loop, ends looked for from each quote, stop st
 each choice), each holds the loop for longer than `MAX_GAP_S`."""
 
 
-def longest_gap_s(path: str, body: dict[str, Any]) -> tuple[float, int]:
+def longest_gap_s(path: str, body: Mapping[str, Any]) -> tuple[float, int]:
     """Return how much CPU time this process took at worst while the server's loop did nothing else,
     and the status. What other processes take does not count.
     """
@@ -106,7 +109,7 @@ def longest_gap_s(path: str, body: dict[str, Any]) -> tuple[float, int]:
         async with live_api_server(ScriptedBackend(says("hello")), model=model) as url:
             ticking = asyncio.create_task(tick())
             reply = await asyncio.to_thread(
-                httpx.post, url + path, content=content, headers=headers, timeout=60
+                httpx.post, url + path, content=content, headers=headers, timeout=LIMIT_S
             )
             ticking.cancel()
         return max(gaps), reply.status_code
@@ -114,11 +117,12 @@ def longest_gap_s(path: str, body: dict[str, Any]) -> tuple[float, int]:
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", EVIL)
+@pytest.mark.parametrize("name", [*EVIL, *DEAR])
 def test_no_body_holds_the_loop(name: str) -> None:
-    expected, path, body = EVIL[name]
+    expected, path, body = EVIL.get(name) or DEAR[name]
     gap_s, status = longest_gap_s(path, body)
-    assert (status, gap_s < MAX_GAP_S) == (expected, True), f"{gap_s:.1f} s"
+    assert status == expected
+    assert gap_s < MAX_GAP_S * slowness()
 
 
 def test_a_wide_schema_is_read_and_compiled_beside_the_loop(

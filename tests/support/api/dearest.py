@@ -24,6 +24,7 @@ from mooncake.api.bounds import (
 )
 from mooncake.api.config import ApiConfig
 from mooncake.api.constrained.schema_graph import MAX_PROPERTIES
+from mooncake.api.http.request_body import DIGITS_COST, ITEM_COST, NUM_DIGITS
 from mooncake.api.schema.chat import MAX_TOOLS
 from mooncake.api.schema.fields import INT64_MAX, MAX_ITEMS
 from mooncake.base.large_settings import MAX_SETTINGS_BYTES
@@ -335,6 +336,22 @@ class Route:
         return value
 
 
+def long_numbers(digits: int, cost: int = LIMITS.max_body_cost) -> list[int]:
+    """Return as many numbers of so many digits as a body of that cost may have."""
+    each = digits // NUM_DIGITS * DIGITS_COST + 2 * ITEM_COST
+    num = min(cost // each, LIMITS.max_body_bytes // (digits + 4))
+    return [10 ** (digits - 1) + at for at in range(num)]
+
+
+def strict_tools(constant: str, num: int) -> list[dict[str, Any]]:
+    """Return tools whose only argument is a constant."""
+    return [
+        {"type": "function",
+         "function": {"name": f"call_{at}", "strict": True, "parameters": {"const": constant}}}
+        for at in range(num)
+    ]  # fmt: skip
+
+
 VARIED = ("field_", "name_", "call_", "choice ", "term", "abc")
 """What names of schemas, tools, choices and grammars begin with."""
 
@@ -365,3 +382,30 @@ ROUTES: Mapping[str, Route] = {
     "/tokenize": Route(TOKENIZE, "prompt", {}, is_chat=False),
     "/detokenize": Route(DETOKENIZE, "tokens", {"tokens": [40]}, is_chat=False),
 }
+
+
+def chat(status: int, **fields: Any) -> tuple[int, str, dict[str, Any]]:
+    """Return the status, path and body of a short conversation with more fields."""
+    return status, "/v1/chat/completions", {"messages": _HI, "max_tokens": 8, **fields}
+
+
+LONG_DIGITS = 4300
+"""Of the longest whole number that parses."""
+FLOAT_DIGITS = 300
+"""Of one that grammars take."""
+LONG_CONST = "y" * (LIMITS.max_body_bytes - 4096)
+DEAR: Mapping[str, tuple[int, str, Mapping[str, Any]]] = {
+    "long numbers in a schema": chat(200, guided_json={"enum": long_numbers(FLOAT_DIGITS)}),
+    "numbers in a schema, too long": chat(400, guided_json={"enum": long_numbers(LONG_DIGITS)}),
+    "long numbers in settings": chat(200, chat_template_kwargs={"a": long_numbers(LONG_DIGITS)}),
+    "long numbers as token ids": (400, "/v1/completions", {"prompt": long_numbers(LONG_DIGITS)}),
+    "16 MB of long numbers": (
+        413, "/v1/completions", {"prompt": long_numbers(LONG_DIGITS, 10**9)},
+    ),
+    "a constant of 16 MB": chat(400, guided_json={"const": LONG_CONST}),
+    "constants of 16 MB in tools": chat(
+        400, tools=strict_tools(LONG_CONST[: len(LONG_CONST) // 16], 16), tool_choice="required",
+        truncate_prompt_tokens=64,
+    ),
+}  # fmt: skip
+"""Status, path and body of what is dear by its length, whatever the field."""
