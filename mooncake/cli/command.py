@@ -156,6 +156,8 @@ def default_of(default: Any, option: Option) -> str:
         return str(default).lower()
     if option.metavar == "SIZE" and isinstance(default, int) and default > 0:
         return format_bytes(default).replace(" ", "")
+    if default == option.choices:
+        return "all"
     return ",".join(map(str, default)) if isinstance(default, tuple) else f"{default}"
 
 

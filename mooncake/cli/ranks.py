@@ -20,7 +20,7 @@ mooncake serve DIR -pp 2 --rank-backend gloo --bind-host 10.0.0.7 --stage-hosts 
 """
 NOTES = """\
 The checkpoint lies at the same path on all machines. Ranks of an engine exchange activations over
-connections that prove nothing and are not encrypted: in a network that others cannot reach."""
+connections that prove nothing and are not encrypted: use a network that others cannot reach."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -575,7 +575,7 @@ def _hang_up(descriptor: int, port: int, reason: str = "") -> None:
         if connection.getsockname()[1:2] == (port,):
             connection.shutdown(socket.SHUT_RDWR)
             if reason:
-                _LOG.warning("a control connection was hung up: %s", reason)
+                _LOG.warning("a control connection was closed: %s", reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,7 +261,8 @@ class MembershipTable:
         if self._checked_s is not None and now - self._checked_s > self._timeout_s / 2:
             pause_s = now - self._checked_s
             logger.warning(
-                "the gateway stood still for %.1f s; signs of life may be so much later", pause_s
+                "the gateway stood still for %.1f s and waits that much longer for heartbeats",
+                pause_s,
             )
             for member in self._members.values():
                 member.last_heard_s += pause_s

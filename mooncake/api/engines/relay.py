@@ -125,7 +125,9 @@ class Relay(Response):
                 await self._at(placement, scope, receive, send)
                 return
             except RequestFailed as failure:
-                _log.warning("%s at %s: %s", self._request_id, placement.engine, failure)
+                _log.warning(
+                    "request %s failed at %s: %s", self._request_id, placement.engine, failure
+                )
                 refused = failure if isinstance(failure, EngineRefused) else None
                 if refused is None:
                     self._proxy.suspect(placement.engine)

@@ -295,7 +295,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             )
             self.transport.write(head.encode() + body)
             if self.limits.access_log:
-                _log.info("refused a request that was not read: %d", error.http_status)
+                _log.info("a request was refused unread, with status %d", error.http_status)
         if busy:  # as after a disconnect: nothing more of the application's answer is sent
             cycle.disconnected = True
             cycle.message_event.set()

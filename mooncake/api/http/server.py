@@ -200,7 +200,7 @@ class _TlsDoor:
                 ssl_handshake_timeout=self._limit_s,
             )
         except OSError as error:  # those of TLS are some, too
-            _log.debug("a connection did not shake hands: %s", error)
+            _log.debug("a TLS handshake failed: %s", error)
             accepted.close()
 
     def _ended(self, accepted: socket.socket, shaking: asyncio.Task[None]) -> None:

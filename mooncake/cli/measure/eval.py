@@ -134,10 +134,10 @@ COMMANDS = (
         examples="mooncake eval --num-samples 200 --json scores.json\n"
         "mooncake eval --base-url http://10.0.0.7:8000 --tasks sum,call "
         "--at-least sum=0.95",
-        notes="Samples are generated and none was trained on by `mooncake train`; answers are "
-        "greedy. An\nanswer about the project is right where it is word for word the one that "
-        "k2-demo learns. Over requests\nwith tools it shows the measures of Moonshot's K2 Vendor "
-        "Verifier: trigger similarity (F1 of\ncalling at all) and schema accuracy (answers whose "
-        "calls fit what was declared).",
+        notes="Samples are generated; `mooncake train` trains on none of them. Answers are "
+        "greedy. An answer\nabout the project is right if it is the one that k2-demo learns, "
+        "word for word. For requests with\ntools the command also prints the measures of "
+        "Moonshot's K2 Vendor Verifier: trigger similarity\n(F1 of calling at all) and schema "
+        "accuracy (answers whose calls fit what was declared).",
     ),
 )  # fmt: skip

@@ -256,8 +256,8 @@ class ServeConfig:
         "port; with --headless this process takes the first; 0: any free ports, which `mooncake "
         "status` shows")
     cluster_secret: str | None = setting(None, text, CLUSTER, "TEXT",
-        "secret that all processes of the cluster share (default: a random one; processes that "
-        "join on the same machine find it)",
+        "secret that all processes of the cluster share; if none is given, `mooncake serve` draws "
+        "one, and processes that join on its machine find it",
         env="MOONCAKE_CLUSTER_SECRET", secret=True)
     cluster_secret_file: str | None = setting(None, text, CLUSTER, "FILE",
         "file with the cluster secret, or with a credential; other users can see flags, but not "

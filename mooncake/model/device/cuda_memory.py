@@ -264,7 +264,7 @@ class CudaDevice:
                 return None
             return DmaBuf(self._gpu.dmabuf(first, length), address - first)
         except TransferError as error:
-            _LOG.info("%s shows no dmabuf of its memory: %s", self.name, error.message)
+            _LOG.info("%s exports no dmabuf of its memory: %s", self.name, error.message)
             return None
 
     def flush(self) -> None:

@@ -321,7 +321,9 @@ class Lead:
             try:
                 self.tell(Alive())
             except OSError as error:  # one has gone, or reads nothing: the watching thread ends it
-                _log.warning("the followers get no more signs of their lead: %s", error)
+                _log.warning(
+                    "the lead can no longer show its followers that it is alive: %s", error
+                )
                 return
 
     def _watch_all(self) -> None:

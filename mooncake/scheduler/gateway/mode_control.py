@@ -423,7 +423,9 @@ class ModeControl:
                 del self._sleeping[worker_id]
         for worker_id, since_s in list(self._away.items()):
             if self.mode.sleep_level and now - since_s > GIVE_UP_S:
-                logger.warning("worker %s left to sleep and is waited for no longer", worker_id)
+                logger.warning(
+                    "worker %s left to sleep and has not come back: it is lost", worker_id
+                )
                 del self._away[worker_id]
         self._told = {worker for worker in self._told if self._membership.is_live(worker)}
 

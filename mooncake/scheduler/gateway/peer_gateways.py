@@ -117,7 +117,8 @@ class PeerGateways:
         ref = event.gateway
         if ref.worker_id == self._gateway.worker_id:
             if ref != self._gateway:
-                logger.error("%s has the name of this gateway: give each its own", ref.address)
+                address = shown_address(ref.address)
+                logger.error("%s has the name of this gateway: give each its own", address)
             return False
         if not event.release.speaks_with(OWN_RELEASE):
             if self._foreign.get(ref.worker_id) != event.release:
@@ -160,7 +161,8 @@ class PeerGateways:
         peer = self._peers.get(worker.worker_id)
         if peer is None or peer.ref != worker or peer.silent:
             return False
-        logger.info("gateway %s at %s has left", worker.worker_id, worker.address)
+        address = shown_address(worker.address)
+        logger.info("gateway %s at %s has left", worker.worker_id, address)
         self._lose(peer)
         del self._peers[worker.worker_id]
         self._has_others = bool(self._peers)
@@ -243,7 +245,8 @@ class PeerGateways:
     def _check_silence(self, now: float) -> None:
         for name, peer in list(self._peers.items()):
             if not peer.silent and now - peer.heard_s > self._timeout_s:
-                logger.warning("gateway %s at %s gives no sign of life", name, peer.ref.address)
+                address = shown_address(peer.ref.address)
+                logger.warning("gateway %s at %s gives no sign of life", name, address)
                 self._lose(peer)
             elif now - peer.heard_s > FORGET_S:
                 del self._peers[name]

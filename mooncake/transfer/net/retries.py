@@ -199,8 +199,8 @@ class RetryQueue:
                 held[:] = [part for part in held if part.job is not job]
         if parts:
             _LOG.warning(
-                "batch %d to %s ends unconfirmed: the peer does not answer; it will be told to "
-                "apply no more when it does",
+                "batch %d to %s ends without confirmation: the peer does not answer; when it "
+                "does, it is told to apply no more",
                 job.batch_id,
                 self._engine_id,
             )

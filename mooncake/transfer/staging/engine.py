@@ -153,7 +153,7 @@ class StagingEngine:
             return
         loop.post(self._look_quiet)
         if not self._quiet.wait(self.limits.fence_s):
-            _LOG.warning("staging ends with copies in hand")
+            _LOG.warning("staging ends while copies still run")
         loop.close()
         self._arena.close()
 

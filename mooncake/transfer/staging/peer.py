@@ -104,7 +104,9 @@ class StagingPeer:
     def on_gone(self, reason: str) -> None:
         """Answer all open requests: nothing more comes from the owner."""
         if self._unfenced:
-            _LOG.warning("copies of %s end unconfirmed: %s", self.engine_id, reason)
+            _LOG.warning(
+                "%s is gone before it confirmed that its copies ended: %s", self.engine_id, reason
+            )
         self._fail_learners(reason)
         requests = {**self._unfenced, **self._requests}
         self._requests, self._unfenced = {}, {}

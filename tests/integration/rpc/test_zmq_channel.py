@@ -847,7 +847,7 @@ def test_connections_end_with_the_certificates_of_those_who_opened_them(
     unix_s[0] = 201.0
     for _ in range(3):
         look(*senders[1:])
-    hung_up = [each for each in caplog.messages if "connection was hung up" in each]
+    hung_up = [each for each in caplog.messages if "connection was closed" in each]
     assert len(hung_up) == 1
     assert "'lapsing' has expired" in hung_up[0]
     server._credential.renew("another secret")

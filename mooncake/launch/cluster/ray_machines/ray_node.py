@@ -269,7 +269,9 @@ class _Node:
         if time.monotonic() > self._looked_s + LOOK_S:
             self._looked_s = time.monotonic()
             if gives_way(self._own, [_is_head(host) for host in self._hosts[: self._own]]):
-                _log.warning("a machine before this one in the file is a head, too, and stays it")
+                _log.warning(
+                    "this machine ends as head of Ray: one before it in the file is a head, too"
+                )
                 return False
         return True
 
