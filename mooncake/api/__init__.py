@@ -12,9 +12,8 @@ from mooncake.base.lazy_names import lazily
 
 if TYPE_CHECKING:
     from mooncake.api.app import create_app
-    from mooncake.api.backend import Backend, EventStream
+    from mooncake.api.backend import Backend, EventStream, GatewayBackend
     from mooncake.api.config import ApiConfig, ApiKey
-    from mooncake.api.gateway_backend import GatewayBackend
     from mooncake.api.http.server import bind, serve
     from mooncake.api.model import GenerationDefaults, ServedModel, load_served_model
     from mooncake.api.text.tokenizer import Tokenizer, load_tokenizer
@@ -39,9 +38,8 @@ __getattr__ = lazily(
     __name__,
     {
         "app": "create_app",
-        "backend": "Backend EventStream",
+        "backend": "Backend EventStream GatewayBackend",
         "config": "ApiConfig ApiKey",
-        "gateway_backend": "GatewayBackend",
         "http.server": "bind serve",
         "model": "GenerationDefaults ServedModel load_served_model",
         "text.tokenizer": "Tokenizer load_tokenizer",

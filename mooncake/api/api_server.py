@@ -15,12 +15,11 @@ from typing import Any
 import msgspec
 
 from mooncake import __version__
-from mooncake.api.backend import Backend, EventStream
+from mooncake.api.backend import Backend, EventStream, GatewayBackend
 from mooncake.api.config import ApiConfig
 from mooncake.api.constrained.checker import SchemaChecker, SchemaToCheck
 from mooncake.api.constrained.constraints import Constraint
 from mooncake.api.errors import shorten
-from mooncake.api.gateway_backend import GatewayBackend
 from mooncake.api.generation.beam_search import BeamStream
 from mooncake.api.generation.generation import Call, Choice, TextOptions
 from mooncake.api.generation.review import Review

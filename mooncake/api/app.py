@@ -17,12 +17,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mooncake.api.api_server import ApiServer
-from mooncake.api.backend import Backend
+from mooncake.api.backend import Backend, GatewayBackend
 from mooncake.api.batches.in_process import ask
 from mooncake.api.batches.service import BatchService
 from mooncake.api.config import ApiConfig
 from mooncake.api.errors import AnthropicError, ApiError, ErrorReply
-from mooncake.api.gateway_backend import GatewayBackend
 from mooncake.api.http.access import RECEIPT, Access, Keyring, unlimited_keys
 from mooncake.api.http.event_loop import watch_loop
 from mooncake.api.http.repeats import REPLAYED

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 
 
 class Arriving(Protocol):

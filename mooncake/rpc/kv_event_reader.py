@@ -18,7 +18,7 @@ import zmq
 from mooncake.base import ConfigError, ProtocolError
 from mooncake.base.engine_events import EngineEvent, read_engine_events
 from mooncake.base.mailbox import Mailbox
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 from mooncake.rpc.kv_events import END
 
 MAX_BATCH_BYTES = 16 << 20

@@ -19,7 +19,7 @@ import zmq
 from mooncake.base import ConfigError
 from mooncake.base.kv_events import KvEvent, KvEventsConfig
 from mooncake.base.mailbox import Mailbox
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 
 MAX_QUEUED = 100_000
 """Batches that may wait for the thread. Further ones are dropped; subscribers see a gap in the

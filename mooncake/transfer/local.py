@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake.base.kv_layout import SegmentRef
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 from mooncake.transfer.backend import Router
 from mooncake.transfer.batches import Job, Slice, SliceLimits, plan_slices
 from mooncake.transfer.engine import Op

@@ -24,10 +24,9 @@ DECISIONS = (
 """Modules that must run unchanged in the simulator: values and `now` in, values out."""
 PORTS_TO_THE_SYSTEM = {
     "mooncake/base/clock.py": {"time"},
-    "mooncake/base/deep_stack.py": {"threading"},
     "mooncake/base/ids.py": {"random"},
     "mooncake/base/mailbox.py": {"threading"},
-    "mooncake/base/vital_thread.py": {"threading"},
+    "mooncake/base/threads.py": {"threading"},
     "mooncake/kvstore/storage/disk_files.py": {"threading", "time"},
     "mooncake/kvstore/storage/disk_threads.py": {"threading"},
     "mooncake/kvstore/storage/s3.py": {"time"},

@@ -27,7 +27,7 @@ import pytest
 
 from mooncake.base import FinalEvent, FinishReason, KvLayout, PageArray, Role
 from mooncake.base.kv_events import KvEventsConfig
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 from mooncake.engine.plan import StepPlan
 from mooncake.kvstore.config import SsdConfig
 from mooncake.kvstore.storage.disk import DiskDone, DiskScanned, Outcome
@@ -75,8 +75,8 @@ NOTHING = "nothing waits for it"
 THREADS = {
     "api/constrained/checker.py:ThreadPoolExecutor": TOLD,
     "api/lane.py:ThreadPoolExecutor": TOLD,
-    "base/deep_stack.py:Thread": TOLD,
-    "base/deep_stack.py:start_deep_thread": TOLD,
+    "base/threads.py:Thread": TOLD,
+    "base/threads.py:start_deep_thread": TOLD,
     "integrations/vllm/lookups.py:Thread": OWN,
     "integrations/vllm/mover.py:Thread": OWN,
     "kvstore/storage/disk_threads.py:VitalThread": VITAL,
@@ -361,7 +361,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
 def test_the_process_of_a_vital_thread_ends_and_of_another_does_not() -> None:
     program = """
 import threading, time
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 from mooncake.launch.host.processes.vital_threads import end_with_vital_threads
 
 end_with_vital_threads()

@@ -30,7 +30,7 @@ from mooncake.api.constrained.weakened import PatternTrials, weaker_schemas
 from mooncake.api.text.answer import Marker
 from mooncake.base import InvalidRequest
 from mooncake.base.bounded_map import BoundedMap
-from mooncake.base.deep_stack import run_deep
+from mooncake.base.threads import run_deep
 
 MAX_GRAMMAR_CHARS = 1_000_000
 """The longest grammar made of one schema."""

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mooncake.api.api_server import ApiServer
+from mooncake.api.backend import GatewayBackend
 from mooncake.api.errors import ErrorReply, forbidden, shorten
-from mooncake.api.gateway_backend import GatewayBackend
 from mooncake.api.http.request_body import read_body
 from mooncake.api.http.response import json_response
 from mooncake.api.http.router import Router

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 
 
 class DiskThreads:

@@ -14,8 +14,8 @@ from http import HTTPStatus
 import msgspec
 
 from mooncake.base import Clock, MonotonicClock
+from mooncake.base.threads import VitalThread
 from mooncake.base.tls_files import TlsFiles
-from mooncake.base.vital_thread import VitalThread
 from mooncake.launch.host.http_server import PROMETHEUS, Answer, Route, document
 from mooncake.telemetry.health import Probe, Status, Vitals, judge
 

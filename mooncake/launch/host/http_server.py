@@ -18,8 +18,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from mooncake.base import ConfigError
+from mooncake.base.threads import VitalThread
 from mooncake.base.tls_files import TlsFiles
-from mooncake.base.vital_thread import VitalThread
 
 IDLE_S = 10.0
 """Time after which an idle connection is closed."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from mooncake.base import TransferError
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 from mooncake.model.copies import Mark
 from mooncake.model.device.cuda import CudaCopies
 from mooncake.transfer.device import CopyDone, DmaBuf

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from mooncake.base import InternalError, Unavailable
-from mooncake.base.deep_stack import start_deep_thread
+from mooncake.base.threads import start_deep_thread
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from mooncake.base import CheckpointError, InternalError
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 from mooncake.engine.plan import LayerDone
 from mooncake.engine.ranks.kv_moves import (
     Alive,

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from mooncake.base import InternalError
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 from mooncake.model.parallel.group import Group, GroupError
 
 _MESSAGE = struct.Struct("<q")

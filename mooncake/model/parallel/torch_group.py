@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 from mooncake.model.parallel.group import Group, GroupError, Solo, Traffic, ordered_sum
 
 GLOO, NCCL = "gloo", "nccl"

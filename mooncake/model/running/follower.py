@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from mooncake.base import MooncakeError, PageArray
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 from mooncake.crypto.keys import KeyRing
 from mooncake.engine.plan import BY_MODEL, StepSlot
 from mooncake.engine.ranks.kv_moves import (

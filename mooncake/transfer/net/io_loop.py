@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from mooncake.base.mailbox import Mailbox
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 from mooncake.transfer.regions import Gates
 
 _LOG = logging.getLogger(__name__)

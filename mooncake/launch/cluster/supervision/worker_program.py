@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from mooncake.base import MooncakeError
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 from mooncake.launch.cluster.log_file import start_log
 from mooncake.launch.cluster.supervision.worker_handle import (
     ANSWER_S,

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 
 _log = logging.getLogger(__name__)
 

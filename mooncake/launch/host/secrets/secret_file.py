@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mooncake.base import ConfigError, MooncakeError
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 from mooncake.launch.host.secrets.credentials import read_secret
 from mooncake.telemetry.audit import audit
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from mooncake.base.vital_thread import VitalThread
+from mooncake.base.threads import VitalThread
 from mooncake.model.parallel import shared_memory, torch_group
 from mooncake.model.parallel.group import Group, GroupError, Solo, ordered_sum
 from mooncake.model.parallel.joining import join, make_file

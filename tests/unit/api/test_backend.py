@@ -12,9 +12,8 @@ from typing import cast
 import msgspec
 import pytest
 
-from mooncake.api import gateway_backend
-from mooncake.api.backend import Backend, EventStream
-from mooncake.api.gateway_backend import MAX_READS_A_TURN, GatewayBackend
+from mooncake.api import backend as of_api
+from mooncake.api.backend import MAX_READS_A_TURN, Backend, EventStream, GatewayBackend
 from mooncake.base import (
     FinalEvent,
     FinishReason,
@@ -202,7 +201,7 @@ def test_one_broken_message_does_not_silence_the_gateway(caplog: pytest.LogCaptu
 def test_ticks_go_on_while_the_channel_cannot_be_read(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway_backend, "RETRY_TICK_S", 0.001)
+    monkeypatch.setattr(of_api, "RETRY_TICK_S", 0.001)
 
     async def test(machine: RecordingMachine, inbox: PipeInbox, backend: GatewayBackend) -> None:
         del backend
@@ -228,7 +227,7 @@ def test_ticks_go_on_while_the_channel_cannot_be_read(
 def test_one_broken_tick_does_not_stop_the_timer(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway_backend, "RETRY_TICK_S", 0.001)
+    monkeypatch.setattr(of_api, "RETRY_TICK_S", 0.001)
 
     async def test(machine: RecordingMachine, inbox: PipeInbox, backend: GatewayBackend) -> None:
         machine.broken_ticks = 1

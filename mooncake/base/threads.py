@@ -1,21 +1,34 @@
-"""Threads with a stack for deep recursion in C. Where processes have no limit on their stack, new
-threads get only 2 MiB, and an overflow ends the process.
+"""Threads of two kinds: those that their process cannot do without, and those with a stack for deep
+recursion in C.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 STACK_BYTES = 64 * 2**20
-"""The size of each thread's stack. Only what a thread uses takes memory."""
+"""The size of a deep thread's stack. Only what a thread uses takes memory. Where processes have no
+limit on their stack, other new threads get only 2 MiB, and an overflow ends the process.
+"""
 
 _STACK_SIZE = threading.Lock()
 """A caller holds this while it changes the stack size for new threads: the whole process has one.
 """
+
+
+class VitalThread(threading.Thread):
+    """A daemon thread whose failure is its process's failure, because others would wait for it for
+    ever. Where `launch` owns the process, an exception that leaves the thread ends the process, so
+    that peers notice and another process takes its place. A program that only imports this package
+    goes on; Python prints the exception.
+    """
+
+    def __init__(self, target: Callable[..., object], name: str, *args: Any) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
 
 
 def start_deep_thread(work: Callable[[], object], name: str) -> threading.Thread:

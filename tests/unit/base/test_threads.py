@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mooncake.base.deep_stack import STACK_BYTES, run_deep, start_deep_thread
+from mooncake.base.threads import STACK_BYTES, run_deep, start_deep_thread
 
 
 def test_values_and_errors_come_back() -> None:
