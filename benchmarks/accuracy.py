@@ -104,7 +104,7 @@ class Row:
     form: Form
     scores: Sequence[Score]
     likelihoods: Sequence[float]
-    """Of the tokens of a text."""
+    """The likelihood of each token of a text."""
 
     @property
     def num_samples(self) -> int:

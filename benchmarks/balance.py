@@ -25,11 +25,11 @@ from mooncake.sim.world.cost_model import HardwareFigures, ModelFigures
 TTFT_S = 10.0
 TBT_S = 0.1
 ROLES_TBT_S = 0.03
-"""Of the loads for which roles may change: gaps are 25 ms at least."""
+"""The limit for loads in which roles may change: their gaps are 25 ms at least."""
 NUM_SEEDS = 3
 
 Load = tuple[float, tuple[float, float], tuple[int, int], tuple[int, int]]
-"""As `_Trace.add` takes it."""
+"""The arguments of `_Trace.add`."""
 PROMPTS, OUTPUTS = (6000, 12000), (100, 400)
 ROLE_LOADS: dict[str, tuple[Load, ...]] = {
     "prompts, then outputs": (

@@ -51,7 +51,7 @@ PROMPT_TOKENS = 32
 BIAS = "e_score_correction_bias"
 FITTED_ROWS, FITTED_STEPS, FITTED_RATE = 4096, 400, 0.05
 MOST_SHARE = 0.95
-"""Of rows that the hottest expert may have."""
+"""The largest share of rows that the hottest expert may have."""
 MEAN, MOST, ROWS, HOTTEST, MOVES = (
     f"expert_{name}"
     for name in ("rank_rows_mean", "rank_rows_most", "rows", "rows_hottest", "moves")

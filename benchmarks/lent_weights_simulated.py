@@ -63,7 +63,7 @@ FIGURES = {
 IN_FLIGHT = 3
 """Pieces that a rank has asked for and not checked: one, and two ahead of it."""
 NUM_CONNECTIONS = PeerLimits().num_connections
-"""Of a rank to its lender, each in a loop of its own."""
+"""Connections of a rank to its lender, each in a loop of its own."""
 LEND_PASSES = 4
 """How often a byte goes through the lender's memory: three times as it is copied to a window, which
 is fetched before it is written, and once to the card. By TCP it is no more.
@@ -82,7 +82,7 @@ class Needed:
     num_pieces: int
     """It reads only pieces with bytes of its own parts."""
     num_bytes: int
-    """Of its own parts."""
+    """Bytes of the rank's own parts."""
 
 
 def needed_by_ranks(spec: ModelSpec, config: dict[str, Any], shape: Shape) -> list[Needed]:
@@ -118,7 +118,7 @@ class Stage:
 
     name: str
     s_per_byte: float
-    """Of one server."""
+    """Seconds that one server needs for a byte."""
     num_servers: int = 1
     is_shared: bool = False
     """Whether all ranks share it, or each has one of its own."""

@@ -26,7 +26,7 @@ from mooncake.sim.world.cost_model import (
 )
 
 CHUNK_TOKENS = 8192
-"""Of a step of one node."""
+"""Tokens of a step of one node."""
 LENGTHS = (125_878, 131_072, 262_144, 524_288, 1_048_576)
 """The longest of the published conversation trace, then synthetic ones."""
 NODES = (2, 4)

@@ -32,7 +32,7 @@ BLOCK_TOKENS = 64
 KEEP_S = 300.0
 HBM_TOKENS = 24_000
 TOOLS_TOKENS = 1_024
-"""Of the description of tools that all agents begin with."""
+"""Tokens of the description of tools with which all agents begin."""
 FIRST_TOKENS, TOOL_TOKENS = (1_000, 2_000), (300, 600)
 TURNS = (6, 6)
 OTHER_TOKENS, OTHER_ANSWER = (4_000, 8_000), 4
@@ -131,9 +131,9 @@ class Seen:
     said: list[int] = field(default_factory=list)
     """Said before each of these turns, answers included."""
     missed: list[int] = field(default_factory=list)
-    """Of these, those that were not found in a cache."""
+    """How many of these were not found in a cache."""
     in_last_block: list[int] = field(default_factory=list)
-    """Of these, those in the last block, which was not full when the turn before ended."""
+    """How many of these lie in the last block, which was not full when the turn before ended."""
 
 
 class Agents:

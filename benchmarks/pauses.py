@@ -1,4 +1,4 @@
-"""For how long clients get no token when something is killed: `python -m benchmarks pauses`.
+"""How long clients get no token when something is killed: `python -m benchmarks pauses`.
 
 Clients stream from one gateway, while `kill -9` ends one process after another, and at last a host
 loses its power. A pause is the longest time between two tokens of a client, also of two requests

@@ -25,7 +25,7 @@ from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine
 
 NUM_PREFILL, NUM_DECODE = 4, 4
 HBM_TOKENS = 100_000
-"""Of each instance: enough for one prompt of the longest kind and its batch."""
+"""Tokens in the HBM of each instance: enough for one prompt of the longest kind and its batch."""
 BEHIND = 16
 """SSD or bucket, in units of the DRAM before it."""
 COMMON_BLOCKS = 16

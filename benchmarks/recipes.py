@@ -54,7 +54,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     hardware: str
     input_tokens: int
     output_tokens: int
-    """Of every answer, or the most of one where many end before."""
+    """Tokens of every answer, or of the longest one if many end before."""
     all_full: bool
     """Every answer has so many."""
     num_requests: int
@@ -64,7 +64,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = CHUNK_TOKENS
     runs: tuple[Published, ...]
     prefill_engines: tuple[int, ...] = (1, 2)
-    """Beside one of decode, played too."""
+    """Numbers of prefill engines that are also played, beside one decode engine."""
     assumed: Mapping[str, str]
     """What the recipe leaves open -> what is assumed, and why."""
 
@@ -160,7 +160,7 @@ H800X16 = Recipe(
 RECIPES = (THINKING, H200X16, H800X16)
 
 BATCHES = (1, 16, 32, 64, 128, 256, 512)
-"""Of the last recipe: prompts at once."""
+"""How many prompts the last recipe sends at once."""
 BATCH_SHAPES = (
     (Shape(tp=8, pp=2), 0),
     (Shape(tp=8, pp=2, dcp=8), 0),
@@ -290,8 +290,8 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     num_nodes: int
     engine: str
-    """Of the simulator: each GPU an instance, which computes whole chunks of prompts, or finds all
-    but the last token of its prompts in its cache, as after a hand-over."""
+    """Engine of the simulator: each GPU is an instance, which computes whole chunks of prompts, or
+    finds all but the last token of its prompts in its cache, as after a hand-over."""
     input_tokens: int
     output_tokens: int
     num_each: int

@@ -18,7 +18,7 @@ from mooncake.api.config import ApiConfig
 from mooncake.api.http.repeats import MAX_READERS, Repeats
 
 PART = b"x" * 300
-"""About as long as a streamed token."""
+"""A message about as long as that of a streamed token."""
 ROUNDS = 7
 
 

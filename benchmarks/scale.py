@@ -35,13 +35,13 @@ MODEL = "kimi-k2-thinking"
 NUM_NODES = 16
 WANTED = 0.9
 FASTER = 1.5
-"""From one rate to the next."""
+"""The factor from one rate to the next."""
 ALIKE = 0.02
 """Settings whose shares of good requests differ by less all go on to the next rate."""
 MOST_STEPS = 6
 """So many rates above and below the first are played at most."""
 POOL_TOKENS = 12_000_000
-"""Of a node: 0.84 TB of DRAM (Mooncake, FAST'25: about 1 TB)."""
+"""Tokens in the pool of a node: 0.84 TB of DRAM (Mooncake, FAST'25: about 1 TB)."""
 SHAPES = {"h200x8": Shape(tp=8, dcp=8), "h800x8": Shape(tp=8, pp=2, dcp=8)}
 """Hardware -> the shape of an engine. Eight H800 have no room for the model."""
 SPLITS = {16: (8, 10, 12), 8: (4, 5, 6)}
@@ -218,7 +218,7 @@ class Best:
     setting: str
     highest: Highest
     runs: Sequence[Run]
-    """Of that setting, by rate."""
+    """The runs of that setting, by rate."""
 
     @property
     def near(self) -> Run:

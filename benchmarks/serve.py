@@ -89,7 +89,8 @@ class Round:
     ttft_ms: float
     tpot_ms: float
     cpu_s_per_1k_tokens: float
-    """Of the server's processes, for a thousand output tokens with their share of prompts."""
+    """CPU seconds of the server's processes for a thousand output tokens and their share of
+    prompts."""
     client_cpu_ms_per_1k_tokens: float
     others_cores: float
     """Cores that the servers which waited for their turn took."""

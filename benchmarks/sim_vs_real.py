@@ -72,7 +72,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     tuning: Tuning
     """What the rehearsals showed of the machine."""
     ttfts: list[tuple[float, float]]
-    """By request, in order."""
+    """The times of first tokens, request by request."""
 
 
 # ---------------------------------------------------------------- the trace

@@ -50,7 +50,7 @@ PROMPT_TOKENS = 192
 TEXTS = ("repeats", "new", "tasks")
 TASKS = ("question", "sum", "order", "object", "memory", "call", "result")
 ANSWERS = 6
-"""Of "tasks", one after another in each place of the batch."""
+"""How many answers of "tasks" come one after another in each place of the batch."""
 
 
 class Side:

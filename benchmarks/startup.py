@@ -44,7 +44,7 @@ class Start:
     processes: dict[str, float] = dataclasses.field(default_factory=dict)
     """CPU seconds by kind of process."""
     phases: dict[str, list[Phase]] = dataclasses.field(default_factory=dict)
-    """By process."""
+    """Process -> its phases."""
 
 
 def kind_of(pid: int, server: int, forks: set[int]) -> str:

@@ -50,7 +50,8 @@ from mooncake.launch.pool_client.session import PoolSession, locate
 
 POOL = 'exec "$0" -m mooncake.cli.main serve k2-demo --role kvstore --block-size 560 '
 POOL += '--dram 2GiB --cluster-secret-file "$1" --admin-port "$5"'
-"""Of the 8 layers that are the default, a block of vLLM fills one of the pool."""
+"""The command of a pool node. A block of vLLM's 8 layers, the default, fills one block of the
+pool."""
 AGENTS = Agents(agents=0, turns=8, system_len=512, first_len=1536, added_len=128, output_len=16)
 PUT_S = 60.0
 STARTING = 3
@@ -190,7 +191,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     found: Found
     cpu_s: float
-    """Of the servers and the pool, while agents ran."""
+    """CPU seconds of the servers and the pool while agents ran."""
     load: str
 
 

@@ -23,9 +23,9 @@ from typing import Any
 TOP = Path(__file__).parents[1]
 LOCKS = Path(__file__).with_name("locks")
 EXTRAS = {"cpu": ("api", "ray", "s3", "otlp"), "cuda": ("api", "ray", "s3", "otlp", "gpu")}
-"""Of our package, that each image has."""
+"""The extras of our package that each image has."""
 CONSTRAINTS = {"cpu": "constraints-cpu.txt", "cuda": "constraints-gpu.txt"}
-"""Beside those of all."""
+"""Constraints of each image besides those of all."""
 TOOLS = ("pip", "setuptools")
 
 

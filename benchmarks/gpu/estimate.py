@@ -16,9 +16,9 @@ INPUT, OUTPUT = 8192, 4096
 PUBLISHED = {"TP8": (485.78, 10_462.57), "TP8 and DCP8": (695.13, 13_290.35)}
 """vLLM's recipe for Kimi-K2-Thinking, 1,000 requests at 100/s: output tok/s, all tok/s."""
 KV_BYTES = 70_272
-"""Of a token, all layers, bfloat16."""
+"""KV bytes of a token in all layers, in bfloat16."""
 EXPERT_LAYERS, EXPERTS, TOP_K, EXPERT_BYTES = 60, 384, 8, 24.77e6
-"""Of INT4 weights, of which an expert of a layer has so many bytes."""
+"""The routed experts, and the bytes of one expert of a layer in INT4."""
 OTHER_BYTES = 23.4e9
 """Weights that are no routed experts, bfloat16."""
 EXPERT_FLOPS = 2 * EXPERT_LAYERS * TOP_K * 3 * 2048 * 7168
@@ -27,9 +27,10 @@ GEMM_FLOPS, ATTENTION_FLOPS_8K = 63.4e9, 10.2e9
 """A prompt token's, all ranks: products; attention over a prompt of 8k, expanded."""
 
 MEASURED = {"prefill-8k": 474.0, "moe-int4-64": 487.2, "mla-decode-dcp8": 44.3}
-"""Of lines on one H200 on 2026-11-27, in their units, in the form that is served since."""
+"""What these lines took on one H200 on 2026-11-27, in their units, in the form that is served
+since."""
 REST_OF_STEP_BYTES = 3.7e9
-"""Of the bytes of slice-b64-dcp8, those that are neither of these."""
+"""Bytes of slice-b64-dcp8 that are neither KV nor experts."""
 
 
 @dataclass(frozen=True)

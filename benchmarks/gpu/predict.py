@@ -33,13 +33,14 @@ ASSUMED = {
 KEPT = Path(__file__).parent / "sm90.json"
 HIDDEN, INNER, EXPERTS, TOP_K, LAYERS = 7168, 256, 384, 8, 61
 FP8_EXPERTS, FP8_INNER = 24, 2048
-"""Of one of 16 ranks that share whole experts."""
+"""The experts of one of 16 ranks that share whole experts, and their width."""
 COLUMNS, ROWS, DOWN_ROWS = 128, 64, 128
-"""Of a step, and of a tile, of few tokens' weights; of down's now."""
+"""Columns of a step and rows of a tile of the weights for few tokens; rows of a tile of down
+now."""
 SHARED_OUT = 16
 """Tokens up to which programs take equal ranges of gate-up's steps (`triton.experts`)."""
 STEP_LAUNCHES = {True: 1834, False: 1227}
-"""Of a step of 61 layers of INT4 experts on one of eight ranks: before, and now; see
+"""Launches of a step of 61 layers of INT4 experts on one of eight ranks: before, and now; see
 `tests/kernels/test_step_launches.py`."""
 BESIDE = 2
 """Launches of a layer now that run beside others: the shared expert's up to its last product."""

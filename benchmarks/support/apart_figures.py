@@ -25,7 +25,7 @@ MOST_BATCHES = 4
 BATCHES = (8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512)
 """Sequences of a GPU with attention."""
 EMBEDDING_BYTES = 163_840 * 7168 * 2
-"""Of Kimi-K2, in bfloat16; `dense_bytes` leaves it out."""
+"""Bytes of Kimi-K2's embedding in bfloat16; `dense_bytes` leaves them out."""
 ABSORBED_FLOPS = 2 * 64 * (576 + 512) * 61
 """Operations of one new token's attention to one other, over all layers of Kimi-K2: 64 heads,
 scores over the latent and its rotated part, sums over the latent. The simulator's own figure is
@@ -44,7 +44,7 @@ class Split:
     batch: int
     """Sequences of each GPU with attention."""
     num_batches: int
-    """Into how many micro-batches they are cut, which take turns."""
+    """The number of micro-batches into which they are cut; these take turns."""
     gathers: bool = False
     """Whether all rows go to all workers, as here today, or only to those of their experts."""
 
@@ -71,7 +71,8 @@ class Step:
 
     split: Split
     attention_s: float
-    """Of all micro-batches, on a GPU with attention; so are the next three, wherever they are."""
+    """Seconds for all micro-batches on a GPU with attention; the next three are for all
+    micro-batches, too."""
     experts_s: float
     there_s: float
     back_s: float

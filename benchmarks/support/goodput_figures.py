@@ -49,7 +49,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     outcomes: list[Outcome]
     idle_ttft_s: float
     idle_tbt_s: float
-    """Of single requests before the load."""
+    """The gaps of single requests before the load."""
     load_average: float
 
     def share(self, limits: Limits) -> float:

@@ -45,7 +45,7 @@ processes do waits. Fitted to trials of two cores, of which the twin knew nothin
 NETWORK = NetworkConfig(message_delay_s=0.001, link_bytes_per_s=1e9, local_bytes_per_s=1e9)
 """All workers are on one machine: a message takes about a millisecond there."""
 NUM_TURNS = 2
-"""Of finding paces: a slower step also makes a longer queue."""
+"""How often paces are looked for: a slower step also makes a longer queue."""
 ENGINES = {Role.PREFILL: PREFILL_SHAPES, Role.DECODE: DECODE_SHAPES}
 WELL = (FinishReason.STOP, FinishReason.LENGTH)
 

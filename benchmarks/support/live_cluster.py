@@ -47,7 +47,7 @@ START_S = 120.0
 ANSWER_S = 300.0
 POLL_S = 0.02
 SEED = 7
-"""Of the Conductor: the simulated one draws the same."""
+"""The Conductor's seed: the simulated one draws the same."""
 
 
 class Stream:
@@ -75,7 +75,7 @@ class Overhearing:
         self.gateway = gateway
         self.profiles: dict[str, list[CostSample]] = {}
         self.steps: dict[str, list[CostSample]] = {}
-        """As measured while serving, by worker, in order."""
+        """Worker -> its steps as measured while it served, in order."""
         self.counters: dict[str, dict[str, float]] = {}
         """Each worker's last."""
 

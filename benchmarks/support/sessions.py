@@ -20,7 +20,7 @@ Draw = Callable[[random.Random, int], list[int]]
 SHORTER_PROMPT, SHORTER_ANSWER = 16, 8
 """The published trace is for a model and GPUs that are that much larger than this machine."""
 SYSTEM_TOKENS = 512
-"""Of the prompt that all agents begin with."""
+"""Tokens of the prompt with which all agents begin."""
 TASK_TOKENS, RESULT_TOKENS, CALL_TOKENS = (128, 384), (64, 256), (16, 48)
 NUM_TURNS, TOOL_S = (4, 8), 2.0
 CHAT_TOKENS, CHAT_ANSWER = (32, 256), (32, 96)
@@ -34,7 +34,7 @@ class Party:
     tenant: str
     priority: str
     share: float
-    """Of all requests."""
+    """The share of all requests."""
 
     @property
     def key(self) -> str:
@@ -58,7 +58,8 @@ class Turn:
     fresh: list[int]
     output_len: int
     pause_s: float = 0.0
-    """Between the answer before and this request: a tool runs, or a person types."""
+    """Seconds between the answer before and this request, in which a tool runs or a person
+    types."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

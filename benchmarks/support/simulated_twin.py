@@ -32,7 +32,7 @@ from mooncake.transfer.engine import Region
 START_S = 1.0
 CROWDINGS = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2.0)
 NUM_TURNS = 2
-"""Of finding paces: a slower step also makes a longer queue."""
+"""How often paces are looked for: a slower step also makes a longer queue."""
 MOST_PACE = 8.0
 ENGINES = (Role.PREFILL, Role.DECODE)
 
@@ -75,7 +75,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     message_s: float
     """One way, from machine to machine, handling included."""
     between_s: float
-    """From a decode step's end to the next one's beginning."""
+    """Seconds from the end of a decode step to the beginning of the next one."""
     pool_bytes_per_s: float
 
     def of_role(self, steps: Steps, role: Role) -> list[CostSample]:

@@ -30,9 +30,10 @@ from mooncake.transfer.router import RoutedTransfer
 BUFFER_BYTES = 256 * 2**20
 """Both ends walk through this much memory, so that no block is copied twice from cache."""
 STREAMS = 2
-"""Of the raw multi-stream copy: as many as our TCP uses."""
+"""Streams of the raw copy: as many as our TCP uses."""
 KINDS = ("tcp", "mac", "encrypt", "shm")
-"""Of our engines: TCP with each protection, and shared memory; each moves blocks both ways."""
+"""The ways of our engines: TCP with each protection, and shared memory. Each moves blocks both
+ways."""
 Way = Callable[[list[int]], float]
 Place = tuple[SegmentRef, int, int]
 """Memory at the other end: where, its region, and the grant by which it may be written to."""

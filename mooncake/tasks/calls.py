@@ -326,7 +326,7 @@ def _sums(asked: Request) -> Iterator[str]:
 
 
 def _without(tools: Sequence[Tool], plain: Sample) -> Sample:
-    """Return a sample of another task beside tools that are not for it."""
+    """Return a sample of another task, to which tools are added that it does not need."""
     contents = (*plain.contents, *(one for declared in tools for one in declared.contents))
     declared = [one.declaration for one in tools]
     return Sample(

@@ -41,7 +41,7 @@ from mooncake.telemetry.receipt import (
 from mooncake.telemetry.traces import MAX_PLACEMENTS, SequenceTrace, Span, WorkerClocks
 
 MAX_BYTES = 32 << 20
-"""About what the receipts of a gateway hold together."""
+"""The memory that the receipts of a gateway take together, roughly."""
 MAX_SEQUENCES = 16
 """Sequences of a call that are kept; further ones are only counted."""
 MAX_EVENTS = 64

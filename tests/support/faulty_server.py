@@ -31,7 +31,7 @@ class Faults:
     fresh_change: bool = False
     """The answer of a prompt that got 24 tokens once is another one the second time."""
     hangs_one_in: int = 0
-    """Of the requests; 0: none."""
+    """One of so many requests hangs; 0: none."""
     refuses_in_html: bool = False
     gives_handles: bool = False
     tells_cached: bool = True
@@ -46,7 +46,7 @@ class _State:
     """How often each prompt was answered."""
     num_asked: int = 0
     handles: dict[str, list[int]] = field(default_factory=dict)
-    """Of prompts that were computed and not fetched yet."""
+    """The handles of prompts that were computed and not fetched yet."""
     forgotten: dict[str, list[int]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     ending: threading.Event = field(default_factory=threading.Event)

@@ -98,7 +98,7 @@ class _Stage:
         self.environment = {"PATH": BASE_PATH}
         self.arguments: dict[str, str] = {}
         self.words: dict[str, str] = {}
-        """Of each instruction that says how the image is used."""
+        """The words of each instruction that says how the image is used."""
         self.lines: list[str] = []
         self._directory = "/"
         self._context = context

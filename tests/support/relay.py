@@ -17,7 +17,7 @@ class Passage:
 
     client: socket.socket
     client_port: int
-    """By which the process that connected can be found."""
+    """The port by which the process that connected can be found."""
     server: socket.socket | None = None
     sent: bytearray = field(default_factory=bytearray)
     """What the client sent, if the relay records."""

@@ -38,7 +38,7 @@ class Router:
         self, path: str, described: Mapping[str, Any] | None = None
     ) -> Callable[[Answers], Answers]:
         """Have a function answer GET. `described`: what the OpenAPI document says about it besides
-        its name, its docstring and its path; None: it is not there.
+        its name, its docstring and its path; None: the document leaves the route out.
         """
         return self._adding("GET", path, described)
 

@@ -54,8 +54,9 @@ class TorchGroup:
         host: str = LOOPBACK,
         limit: timedelta | None = None,
     ) -> None:
-        """kind: "gloo" or "nccl". meeting: the descriptor of a file that was empty, the same on all
-        ranks, which stays open until this group has been used; or a store that all reach.
+        """kind: "gloo" or "nccl". meeting: where the ranks find each other: the descriptor of one
+        file, empty at first, which stays open until this group has been used; or a store that all
+        ranks reach.
         timeout_s: how long the others may take to come to an exchange. name: tells groups apart
         that meet there. host: where gloo listens. limit: how long an exchange may take once ranks
         have connected; None: as long as they may take for that.

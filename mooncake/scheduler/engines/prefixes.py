@@ -21,7 +21,7 @@ from mooncake.base.engine_events import (
 )
 
 PIECE_BYTES = 256
-"""About 64 tokens of a text, and 64 tokens of a prompt that is given as tokens."""
+"""Bytes of a piece: about 64 tokens of a text, or 64 tokens of a prompt that is given as tokens."""
 TOKEN_BYTES = 4
 MAX_PIECES = 1 << 17
 """Pieces that are remembered of what was sent to an engine; the ones not used for longest go."""

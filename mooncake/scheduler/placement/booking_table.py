@@ -37,7 +37,7 @@ class _Stretch:
         """Children by their first key."""
 
     def common(self, keys: Sequence[BlockKey]) -> int:
-        """Return the position at which `keys`, which enter this stretch, leave it. Keys are
+        """Return how far `keys`, whose first keys lead into this stretch, agree with it. Keys are
         chained, so equal keys mean that all keys before them are equal too.
         """
         low, high = self.start + 1, min(self.stop, len(keys))

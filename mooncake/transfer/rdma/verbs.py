@@ -61,7 +61,7 @@ class Verbs:
 
     @property
     def error(self) -> type[Exception]:
-        """The exception that all calls raise."""
+        """The class of the exceptions that calls raise."""
         root: type[Exception] = self.pyverbs_error.PyverbsError
         return root
 

@@ -119,8 +119,8 @@ class TcpPeer:
         return len(self._queue) > 0
 
     def take(self) -> Part | None:
-        """Return the next slice, in hand; None while the peer may still apply bytes of broken
-        connections.
+        """Return the next slice, which the connection then has in hand; None while the peer may
+        still apply bytes of broken connections.
         """
         return self._queue.take_unfenced()
 

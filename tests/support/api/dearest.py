@@ -31,7 +31,7 @@ from mooncake.base.large_settings import MAX_SETTINGS_BYTES
 
 LIMITS = ApiConfig()
 CONTEXT = 8192
-"""Of k2-demo, which the walk is made with."""
+"""The context of k2-demo, with which the walk is made."""
 VOCAB = 1536
 
 
@@ -260,7 +260,7 @@ COUNT: dict[str, Dearest] = {
     "truncation_side": switch("left", PROMPT="the " * CONTEXT, truncate_prompt_tokens=64),
     "messages": Dearest(turns(TURNS // 2), {"truncate_prompt_tokens": -1}, {"": []}),
 }
-"""Of a prompt that is only counted, what chooses tokens is not looked at but for its type."""
+"""Fields that choose tokens are only checked for their type if a prompt is only counted."""
 MESSAGES: dict[str, Dearest] = {
     **PROMPTS,
     "max_tokens": number(CONTEXT - 64, 10**7, ignore_eos=True),
@@ -390,9 +390,9 @@ def chat(status: int, **fields: Any) -> tuple[int, str, dict[str, Any]]:
 
 
 LONG_DIGITS = 4300
-"""Of the longest whole number that parses."""
+"""Digits of the longest whole number that parses."""
 FLOAT_DIGITS = 300
-"""Of one that grammars take."""
+"""Digits of the longest one that grammars take."""
 LONG_CONST = "y" * (LIMITS.max_body_bytes - 4096)
 DEAR: Mapping[str, tuple[int, str, Mapping[str, Any]]] = {
     "long numbers in a schema": chat(200, guided_json={"enum": long_numbers(FLOAT_DIGITS)}),

@@ -28,7 +28,7 @@ class Capture:
         self.streams = [origin]
         self._ticks: dict[int, int] = {origin.number: 0}
         self._behind: dict[int, dict[int, int]] = {origin.number: {}}
-        """By stream: which ticks of the others its next task comes behind."""
+        """Stream -> the ticks of the others behind which its next task comes."""
         self._clocks: dict[tuple[int, int], dict[int, int]] = {}
         origin.capture = self
 

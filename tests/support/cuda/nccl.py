@@ -32,7 +32,7 @@ from tests.support.cuda.streams import (
 from tests.support.cuda.tensors import DeviceTensor
 
 _HEAD_BYTES, _SLOT_BYTES = 512, 1 << 24
-"""Of one exchange: its number and what it is in words; and what a rank gives to it, at most."""
+"""Bytes of one exchange: for its number and its name in words, and for what a rank gives to it."""
 _TURNS = 2
 """A rank that comes to the exchange after next knows that all have read what it gave to this."""
 _watching: set[int] = set()

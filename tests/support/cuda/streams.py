@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 LATE, SIDE_FIRST, FIFO, RANDOM = "late", "side first", "fifo", "random"
 ORDERS = (LATE, SIDE_FIRST, FIFO, RANDOM)
 POLL_S = 0.0005
-"""Between two looks at what other processes have done, at first; each look that finds nothing
-doubles it, to `Machine.most_poll_s`: who waits leaves the cores to those that it waits for.
+"""Seconds between two looks at what other processes have done, at first. Each look that finds
+nothing doubles them, to `Machine.most_poll_s`, so that processes that wait leave the cores to
+others.
 """
 Clock = dict[int, int]
 Body = Callable[[], Any]
@@ -56,7 +57,7 @@ class Task:
     tick: int = 0
     clock: Clock = field(default_factory=dict)
     number: int = 0
-    """In the order in which the host queued all tasks."""
+    """The task's place in the order in which the host queued all tasks."""
     meeting: Meeting | None = None
 
 

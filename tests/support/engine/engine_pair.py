@@ -44,7 +44,7 @@ class EnginePair:
         self.pool = BlockPool(NUM_PAGES)
         self.transfer = transfer
         self.transfers = MemoryTransfers(transfer)
-        """For tests that read into memory as a client of the pool does."""
+        """What tests use to read into memory as a client of the pool does."""
         self.own_pages = OwnPages(PAGES, transfer, self.pages)
         self.mover = SliceMover(self.own_pages)
 

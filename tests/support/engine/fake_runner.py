@@ -50,7 +50,7 @@ class History:
         self._digest = blake2b(layout.fingerprint.encode(), digest_size=16).digest()
         self.tokens: list[int] = []
         self.kv = [bytearray() for _ in range(layout.num_layers)]
-        """For each layer the rows of all tokens, one after the other."""
+        """The rows of all tokens, one after the other, for each layer."""
         for token in tokens:
             self.append(token)
 

@@ -56,7 +56,7 @@ class Campaign:
     target: type[Target]
     figures: Figures = field(default_factory=Figures)
     findings: dict[str, Finding] = field(default_factory=dict)
-    """By signature."""
+    """Signature -> finding."""
     num_repeated: int = 0
     """Findings of a signature that was known."""
     num_deaths: int = 0

@@ -16,7 +16,7 @@ from tests.support.hosts.hosts import HOME, Host, Program
 
 MOONCAKE = str(Path(sys.executable).parent / "mooncake")
 FOLDER = "here"
-"""Of a machine, in its home."""
+"""The folder of a machine, in its home."""
 INIT = ["cluster", "init", "k2.yaml"]
 UP = ["up", "k2.yaml"]
 

@@ -30,7 +30,7 @@ from tests.support.hosts.local_faults import LocalFaults
 from tests.support.namespaces import ip, sweep
 
 PREFIX = "mh"
-"""Of the names of namespaces; the pid of who made them follows."""
+"""The prefix of names of namespaces; the pid of the process that made them follows."""
 NETWORK = "10.77.0"
 HOME = "/home/user"
 SHARED = "/mnt"

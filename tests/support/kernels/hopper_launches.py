@@ -33,7 +33,7 @@ from tests.support.kernels.hopper_compiler import Compiled, compiling
 
 HIDDEN, INNER, EXPERTS, TOP_K = 7168, 256, 384, 8
 FEW_TOKENS = 16
-"""Of which the products of so many experts are few, and shared out by steps."""
+"""So few tokens that the products of so many experts are few, and divided by steps."""
 STACKED = 2
 """Experts that are really made: how many there are is no part of the code."""
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

@@ -39,7 +39,7 @@ KINDS = {
 PATH = re.compile(r"/apis?/(?P<group>.+)/namespaces/default/(?P<kind>[a-z]+)(?:/(?P<name>.+))?$")
 
 LIST_KEYS = ("name", "containerPort", "mountPath", "port", "ip", "topologyKey")
-"""By which strategic merges find an entry of a list; a list whose entries have none is replaced."""
+"""The keys by which strategic merges find an entry of a list. A list without them is replaced."""
 
 
 class KubeApi(ThreadingHTTPServer):

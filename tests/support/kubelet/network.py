@@ -18,7 +18,7 @@ from tests.support import namespaces
 from tests.support.namespaces import SINK, ip, sweep
 
 PREFIX = "mk"
-"""Of the names of bridges and namespaces; the pid of who made them follows."""
+"""The prefix of names of bridges and namespaces; the maker's pid follows."""
 _LISTEN = "0A"
 """A socket's state in proc(5)'s tables of TCP."""
 
@@ -32,8 +32,8 @@ class PodNetwork:
     """Addresses 10.N.0.0/16 for one cluster; N is one that this machine does not use."""
 
     _numbers = itertools.count(1)
-    """Of pods, through all clusters of this process: the name of a namespace that could not be
-    taken away at once is used by no later cluster.
+    """Numbers of pods in all clusters of this process, so that no later cluster uses the name of a
+    namespace that could not be removed at once.
     """
 
     def __init__(self) -> None:

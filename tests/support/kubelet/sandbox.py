@@ -42,7 +42,7 @@ class Image:
 
     environment: Mapping[str, str] = field(default_factory=dict)
     folders: Mapping[str, Path] = field(default_factory=dict)
-    """By where they are in the container."""
+    """Path in the container -> folder."""
     programs: Sequence[Path] = ()
     """Folders of this machine that every user of the container may reach."""
 

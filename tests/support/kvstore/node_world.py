@@ -101,7 +101,7 @@ class LocalTransfer:
     def __init__(self) -> None:
         self.regions: list[SimRegion] = []
         self.lent: Counter[tuple[str, int, bool]] = Counter()
-        """By client, offset and whether it is to be written."""
+        """Client, offset and whether it is to be written -> how often it is lent."""
         self.grants = Grants(defaultdict(int))
         self.usual_fence = Fence.CLOSED
         self.fences: dict[int, Fence] = {}

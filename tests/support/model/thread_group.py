@@ -23,7 +23,7 @@ class _Meeting:
         self.inboxes: list[queue.SimpleQueue[torch.Tensor | None]] = [
             queue.SimpleQueue() for _ in range(size)
         ]
-        """Of each rank; None: another has failed."""
+        """The inbox of each rank; None in it: another rank has failed."""
         self._cut: dict[tuple[int, int], _Meeting] = {}
         self._cutting = threading.Lock()
 

@@ -51,7 +51,7 @@ class Answer:
         self._events: queue.Queue[OutputEvent] = queue.Queue()
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        """Of the tokens, if the request asks for them."""
+        """Log-probabilities of the tokens, if the request asks for them."""
 
     def receive(self, event: OutputEvent) -> None:
         self._events.put(event)

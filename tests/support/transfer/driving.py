@@ -23,7 +23,8 @@ WIRED = ["tcp", "shm", pytest.param("rdma", marks=NEEDS_RDMA)]
 EMULATED = os.environ.get("MOONCAKE_RDMA_GUEST") == "1"
 """Whether this is the machine that `make test-rdma` boots: bytes move a hundred times slower."""
 WAIT_S = 20.0 * float(os.environ.get("MOONCAKE_GUEST_SLOWNESS", "1"))
-"""For what must happen; never reached when it does. Emulated machines are slow."""
+"""How long tests wait for what must happen. They never wait so long if it does. Emulated machines
+are slow."""
 
 
 def open_engine(

@@ -139,7 +139,7 @@ class FakeDeviceMemory:
     # ------------------------------------------------------------ for tests
 
     def hold(self) -> None:
-        """From now on copies stay under way."""
+        """Let copies stay under way from now on."""
         with self._lock:
             self._held = deque() if self._held is None else self._held
 

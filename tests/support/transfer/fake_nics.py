@@ -38,7 +38,7 @@ class FakeFabric:
         self.pairs: dict[int, FakePair] = {}
         self.keys: dict[int, tuple[int, int]] = {}
         self.behind: dict[int, int] = {}
-        """By key: where memory lies that is not at the address it was registered at."""
+        """Key -> where its memory lies, if that is not the address at which it was registered."""
         self.copied: list[Copied] = []
         self.order: list[Copied | int] = []
         """What was copied, and the numbers of the pairs that were closed, in order of time."""
@@ -53,7 +53,7 @@ class FakeFabric:
         return next(self._numbers)
 
     def hold(self) -> None:
-        """From now on what is posted stays under way."""
+        """Let what is posted stay under way from now on."""
         with self.lock:
             self._held = self._held or []
 

@@ -14,7 +14,7 @@ SETTLE_S = 15.0
 YOUNG_S = 120.0
 """A process that is younger still starts, and grows into its work."""
 WINDOW_S = 60.0
-"""Of the first and the last look at a process, the lowest figures of so long are compared."""
+"""The lowest figures of the first and of the last so many seconds of a process are compared."""
 GROWTH_BYTES = 32 * 2**20
 GROWTH_FDS = 24
 
@@ -72,7 +72,7 @@ class Sample:
 
     at_s: float
     num_bytes: int
-    """Of memory that is neither a file's nor shared: pages and pools of blocks are shared."""
+    """Bytes of memory that is neither a file's nor shared: pages and pools of blocks are shared."""
     num_fds: int
 
 

@@ -22,7 +22,7 @@ class Watch:
     def __init__(self, hosts: Sequence[Host]) -> None:
         self._hosts = hosts
         self.seen: dict[tuple[str, str], list[Sample]] = defaultdict(list)
-        """By role and host, as "decode on a", and what tells one boot from another."""
+        """Role and host, as "decode on a", and what tells one boot from another -> its samples."""
         self.kinds: dict[tuple[str, str], Counter[str]] = {}
         """What the descriptors of each were when it was seen last."""
 
