@@ -74,10 +74,15 @@ def pytest_collection() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first, and mark the tests of slow folders, so that `make test` leaves
-    them to `make test-slow`.
+    them to `make test-slow`. No limit of a test's own is shorter than what the environment gives
+    all: that says how busy the machine is.
     """
     items.sort(key=lambda item: turn(item.path))
+    least_s = float(os.environ.get("PYTEST_TIMEOUT", "0"))
     for item in items:
+        own = item.get_closest_marker("timeout")
+        if own is not None and own.args[0] < least_s:
+            item.add_marker(pytest.mark.timeout(least_s), append=False)
         if is_in_slow_folder(item.path):
             item.add_marker(pytest.mark.slow)
         for marker in APART:

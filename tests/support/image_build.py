@@ -27,6 +27,7 @@ from types import TracebackType
 
 from tests.arch.test_images import TOP, steps
 from tests.support.kubelet.sandbox import DEVICES
+from tests.support.waiting import LONG_S
 
 SITE = Path(sysconfig.get_path("purelib"))
 BASE_PATH = f"{sys.base_prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -274,7 +275,7 @@ class RunningImage:
             ["nsenter", f"--target={init}", "--mount", "--net", "--pid", "--ipc", "--uts",
              f"--root=/proc/{init}/root", "--wd=/", *([] if as_root else self._user),
              "/usr/bin/env", "-i", *given, *words],
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=LONG_S, check=False,
         )  # fmt: skip
 
     def is_healthy(self) -> bool:

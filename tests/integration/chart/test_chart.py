@@ -33,6 +33,7 @@ from mooncake.launch.host.health import PROBE_PATHS
 from tests.support.api.server import ScriptedBackend, says, tiny_model
 from tests.support.certificates import Host, make_host
 from tests.support.kubelet import api as kube_api
+from tests.support.waiting import LONG_S
 
 CHART = Path(__file__).parents[3] / "charts" / "mooncake"
 SETTINGS = (
@@ -116,7 +117,7 @@ def of_helm(*words: str, given: str = "") -> str:
     again. ValueError: it fails.
     """
     done = subprocess.run(
-        ["helm", *words], input=given, capture_output=True, text=True, timeout=60, check=False
+        ["helm", *words], input=given, capture_output=True, text=True, timeout=LONG_S, check=False
     )
     if done.returncode:
         raise ValueError(done.stderr)
@@ -697,7 +698,7 @@ def helm(api: kube_api.KubeApi, verb: str, *settings: str) -> None:
     words = [word for setting in settings for word in ("--set", setting)]
     command = ["helm", verb, "one", str(CHART), *words]
     done = subprocess.run(
-        [*command, "--namespace", "default"], capture_output=True, text=True, timeout=60,
+        [*command, "--namespace", "default"], capture_output=True, text=True, timeout=LONG_S,
         env=os.environ | {"HELM_KUBEAPISERVER": api.url, "KUBECONFIG": os.devnull},
     )  # fmt: skip
     if done.returncode:

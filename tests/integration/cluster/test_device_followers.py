@@ -28,6 +28,7 @@ from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.net.blocking import send
 from tests.support.model.page_device import FarDevice
 from tests.support.model.tiny_models import layout_for, ours, random_tokens, slot, source_of, truth
+from tests.support.waiting import LONG_S
 
 
 class Gate:
@@ -37,7 +38,7 @@ class Gate:
         self.opened = threading.Event()
 
     def reached(self) -> None:
-        assert self.opened.wait(30.0)
+        assert self.opened.wait(LONG_S)
 
 
 class LateCopies(HostCopies):
@@ -77,14 +78,14 @@ def test_a_follower_moves_pages_of_its_device_once_they_are_written() -> None:
         there = array.places(peer.segment, region.region_id, [0])
         there = msgspec.structs.replace(there, layer_stride=array.layout.slice_bytes)
         move = Move(1, [2], there, 0, array.layout.num_layers)
-        deadline_s = MonotonicClock().now() + 60.0
+        deadline_s = MonotonicClock().now() + LONG_S
         step = StepWriter().pack([slot(7, 0, random_tokens(16, seed=3), [2])], {})
         follower.step(step)
         moves.tell(StartMove(1, Op.WRITE, move, (1, ALL_LAYERS), deadline_s, verify=False))
         assert machine.progress == (0, 0), "the host has come to the step's end, the device not"
         assert answers.empty()
         copies.gate.opened.set()
-        moved = decode_answer(answers.get(timeout=30.0))
+        moved = decode_answer(answers.get(timeout=LONG_S))
         assert isinstance(moved, Moved)
         assert (moved.done.batch_id, moved.done.error) == (1, None)
         written = memories[0].kv.pages[:, 2].contiguous().view(-1).view(torch.uint8)
@@ -125,5 +126,5 @@ def test_who_writes_to_pages_waits_for_guesses_that_the_follower_has_only_heard_
     settling.start()
     assert not settled.wait(0.5), "the guess has not been begun here"
     follower.follow([word])
-    assert settled.wait(60.0)
+    assert settled.wait(LONG_S)
     settling.join()

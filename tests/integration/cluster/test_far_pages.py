@@ -82,6 +82,7 @@ def test_a_prefix_comes_from_the_pool_into_a_device(model: Path, truth: list[lis
     ) as cluster:
         index = LENGTHS.index(200)
         first, _ = cluster.generate(request("first", prompt(200), NUM_TOKENS))
+        cluster.wait_until_pooled(200 // cluster.layout.block_tokens)
         done = {
             worker_id: cluster.workers.call(
                 worker_id, lambda machine, _: machine.instance.load().counters["steps"]

@@ -29,6 +29,7 @@ from tests.integration.cluster.test_rank_memories import (
 )
 from tests.support.followers import followers
 from tests.support.serve.model_cluster import model_cluster
+from tests.support.waiting import LONG_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -56,10 +57,10 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(rank_processes, "start_ranks", elsewhere)
     yield
     host.close()
-    serving.join(30)
+    serving.join(LONG_S)
     assert not serving.is_alive()
     for _ in range(MAX_RANKS):  # its ranks have ended and are waited for
-        assert host._places.acquire(timeout=30)
+        assert host._places.acquire(timeout=LONG_S)
     assert followers() == []
 
 

@@ -84,8 +84,8 @@ def test_a_lost_worker_leaves_no_trace(model: Path, truth: list[list[int]]) -> N
     assert len(truth[longest]) > 8
     _, sampling = asked(model)[longest]
     with model_cluster(model, 1, 2, max_model_len=MAX_MODEL_LEN) as cluster:
-        answer = cluster.submit(request("r", [5, 6, 7 + longest], MAX_TOKENS, **sampling))
-        answer.wait_for_tokens(3)
-        cluster.kill_what_decodes()
+        answer = cluster.submit_and_lose(
+            lambda attempt: request(f"r{attempt}", [5, 6, 7 + longest], MAX_TOKENS, **sampling)
+        )
         assert answer.final().failure is None
     assert answer.tokens == truth[longest]

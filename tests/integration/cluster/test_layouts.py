@@ -132,6 +132,7 @@ def test_a_prefix_fetched_from_another_node(model: Path, truth: dict[str, list[l
         index = LENGTHS.index(300)
         first, final = cluster.generate(request("first", prompt(300), NUM_TOKENS))
         computed_by = next(e.worker_id for e in cluster.events.events if isinstance(e, FirstToken))
+        cluster.wait_until_pooled(300 // cluster.layout.block_tokens)
         cluster.workers.kill(computed_by)
         again, cached = cluster.generate(request("again", prompt(300), NUM_TOKENS))
         assert first == again == truth["greedy"][index]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -23,6 +22,7 @@ from mooncake.transfer.router import RoutedTransfer
 from tests.support.serve.model_cluster import ModelCluster, model_cluster, request
 from tests.support.transfer.fake_nics import FakeFabric
 from tests.support.transfer.rdma_engines import engines_on
+from tests.support.waiting import wait_until
 
 LENGTHS = [5, 64, 65, 200, 300]
 NUM_TOKENS = 12
@@ -201,13 +201,9 @@ def test_requests_that_end_while_their_blocks_are_compared_leave_nothing_held(
                 cluster.gateway(lambda gateway, now, victim=victim: gateway.abort(victim, now))
         for answer in answers.values():
             answer.final()
-        pause = threading.Event()
-        for _ in range(600):
-            quiet = [
-                cluster.workers.call(worker_id, lambda machine, _: machine.quiet)
-                for worker_id in cluster.workers.worker_ids
-            ]
-            if all(quiet):
-                break
-            pause.wait(0.02)
-        assert all(quiet)
+
+        def is_quiet() -> bool:
+            each = cluster.workers.worker_ids
+            return all(cluster.workers.call(of, lambda machine, _: machine.quiet) for of in each)
+
+        wait_until(is_quiet, "all workers are quiet")

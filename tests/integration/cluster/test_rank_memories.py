@@ -5,8 +5,8 @@ through pushes and through the pool, byte for byte; no page is shared.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -23,6 +23,7 @@ from mooncake.scheduler.config import SchedulerConfig
 from tests.support.followers import followers, forked_followers
 from tests.support.serve.model_cluster import ModelCluster, model_cluster, request
 from tests.support.serve.slow_process import in_short_turns
+from tests.support.waiting import LONG_S, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -68,7 +69,7 @@ def checksums_of(cluster: ModelCluster, worker_id: str, keys: list[bytes]) -> li
         machine.instance.checksums.start(pages, lambda sums, _: found.set_result(sums))
 
     cluster.workers.call(worker_id, ask)
-    return found.result(60)
+    return found.result(LONG_S)
 
 
 def page_memories(pid: int) -> set[int]:
@@ -138,6 +139,7 @@ def test_blocks_of_one_shape_are_those_of_another(
         own = page_memories(os.getpid())
         assert len(own.union(*memories)) == len(own) + len(others), "no page is shared"
 
+        cluster.wait_until_pooled(sum(length // cluster.layout.block_tokens for length in LENGTHS))
         cluster.start_again("prefill-0")
         assert tokens_of_all(cluster, "fetched") == truth
         assert cluster.counter("blocks_fetched") >= 4
@@ -162,9 +164,12 @@ def test_a_slow_stage_is_named(
     ) as cluster:
         [first_stage] = followers()
         with in_short_turns(first_stage):
-            deadline_s = time.monotonic() + 120
-            while not cluster.counter("stage_slow_s_0"):
-                assert time.monotonic() < deadline_s, "the stage that is slow is not named"
-                assert tokens_of_all(cluster, f"at {time.monotonic()} ") == truth
+            rounds = itertools.count()
+
+            def is_named() -> bool:
+                assert tokens_of_all(cluster, f"round {next(rounds)} ") == truth
+                return bool(cluster.counter("stage_slow_s_0"))
+
+            wait_until(is_named, "the stage that is slow is named")
         assert not cluster.counter("stage_slow_s_1")
         assert "stage 0 of 2 of this worker is slow" in caplog.text

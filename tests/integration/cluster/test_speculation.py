@@ -9,7 +9,7 @@ import pytest
 
 from mooncake.api.constrained.grammar import json_rule
 from mooncake.api.text.tokenizer import load_tokenizer
-from mooncake.base import Grammar, SamplingParams
+from mooncake.base import GenerateRequest, Grammar, SamplingParams
 from mooncake.engine.config import SpeculativeConfig
 from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS
 from mooncake.launch.worker.direct import DirectEngine
@@ -150,10 +150,11 @@ def test_another_worker_goes_on_with_an_answer(
     speculation = methods[method]
     with model_cluster(model, 1, 2, speculative_config=speculation, **SETTINGS) as cluster:
         for number, expected in enumerate(truth[: len(PROMPTS)]):
-            answer = cluster.submit(request(f"r{number}", PROMPTS[number], NUM_TOKENS))
-            if number == 1:
-                answer.wait_for_tokens(3)
-                cluster.kill_what_decodes()
+
+            def made(attempt: int, number: int = number) -> GenerateRequest:
+                return request(f"r{number}-{attempt}", PROMPTS[number], NUM_TOKENS)
+
+            answer = cluster.submit_and_lose(made) if number == 1 else cluster.submit(made(0))
             answer.final()
             assert answer.tokens == expected
 

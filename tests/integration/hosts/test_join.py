@@ -14,6 +14,7 @@ import mooncake
 from tests.support.docs.blocks import ROOT, words_of
 from tests.support.hosts.hosts import HOME, SHARED, Host, hosts
 from tests.support.serve.server_process import nano_checkpoint
+from tests.support.waiting import LONG_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -75,13 +76,13 @@ def test_decode_and_a_gateway_join_from_other_machines(tmp_path: Path) -> None:
         join.append(PAGES)
         make_secret(second)
         stranger = second.mooncake(*join)
-        assert stranger.process.wait(120) == 4
+        assert stranger.process.wait(LONG_S) == 4
         assert f"cluster-secret: the gateway at tcp://{at} has another one" in stranger.output
 
         copy(first, second, "secret")
         here = join.index("--bind-host")
         unreachable = second.mooncake(*join[:here], *join[here + 2 :])
-        assert unreachable.process.wait(60) == 2
+        assert unreachable.process.wait(LONG_S) == 2
         assert f"give its address there, such as --bind-host {second.address}" in (
             unreachable.output
         )
@@ -107,7 +108,7 @@ def test_decode_and_a_gateway_join_from_other_machines(tmp_path: Path) -> None:
 
         second.vanish()
         second.come_back()
-        assert joined.process.wait(30) != 0
+        assert joined.process.wait(LONG_S) != 0
         copy(first, second, "secret")
         second.mooncake(*join).wait_for(r"\(pid \d+\) serves")
         assert answers(first, url) == alone

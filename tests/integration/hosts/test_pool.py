@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from tests.support.hosts.hosts import DISK, HOME, SHARED, Host, Program, hosts
-from tests.support.kvstore.pool_process import until
 from tests.support.model.checkpoints import write_config_only
+from tests.support.waiting import LONG_S, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -64,7 +64,7 @@ class Pool:
         """
         quietly = ("sh", "-c", 'exec "$@" 2>>warnings', "sh", MOONCAKE, "pool", *words)
         program = host.run(*quietly, environment=self._secret)
-        return program.process.wait(120), program.output
+        return program.process.wait(LONG_S), program.output
 
     def count(self, host: Host, name: str) -> float:
         """Return a count of a host's node, such as `ssd_blocks_written`."""
@@ -96,7 +96,7 @@ def test_three_machines_lend_memory_and_one_has_a_full_disk(tmp_path: Path) -> N
             c.path(f"{HOME}/value").write_bytes(bytes([number]) * VALUE_BYTES)
             code, said = pool.run(c, "put", f"value {number}", "value")
             assert code == 0, said
-        until(lambda: pool.count(c, "ssd_blocks_no_room") > 0, "the disk is full")
+        wait_until(lambda: pool.count(c, "ssd_blocks_no_room") > 0, "the disk is full")
         newest = f"value {NUM_VALUES - 1}"
         assert pool.run(c, "get", newest, "--out", "found")[0] == 0
         assert c.path(f"{HOME}/found").read_bytes() == c.path(f"{HOME}/value").read_bytes()
@@ -124,7 +124,7 @@ def test_a_disk_that_stands_still_holds_up_nothing_else(tmp_path: Path) -> None:
             assert a.path(f"{HOME}/found").read_bytes() == value
         assert pool.count(b, "ssd_blocks_written") == 0
         b.slow_disk(0.0)
-        until(lambda: pool.count(b, "ssd_blocks_written") > 0, "the disk is used again")
+        wait_until(lambda: pool.count(b, "ssd_blocks_written") > 0, "the disk is used again")
         assert [each.process.poll() for each in nodes] == [None, None]
 
 
@@ -142,7 +142,7 @@ def test_a_disk_is_replaced_by_the_steps_of_the_page(tmp_path: Path) -> None:
         node.wait_for("has joined the pool")
         b.path(f"{HOME}/value").write_bytes(bytes(range(256)) * 2**11)
         assert pool.run(b, "put", "value", "value")[0] == 0
-        until(lambda: pool.count(b, "ssd_blocks_written") > 0, "the old disk is used")
+        wait_until(lambda: pool.count(b, "ssd_blocks_written") > 0, "the old disk is used")
 
         assert pool.run(b, *drain.replace("HOST", "127.0.0.1").split())[0] == 0
         assert node.stop() == 0, node.output
@@ -152,7 +152,7 @@ def test_a_disk_is_replaced_by_the_steps_of_the_page(tmp_path: Path) -> None:
         assert pool.run(b, "get", "value", "--out", "found")[0] == 0
         assert b.path(f"{HOME}/found").read_bytes() == b.path(f"{HOME}/value").read_bytes()
         assert pool.run(b, "put", "one more", "value")[0] == 0
-        until(lambda: pool.count(b, "ssd_blocks_written") > 0, "the new disk is used")
+        wait_until(lambda: pool.count(b, "ssd_blocks_written") > 0, "the new disk is used")
 
 
 def test_a_node_whose_disk_is_not_mounted_does_not_start(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_node_whose_disk_is_not_mounted_does_not_start(tmp_path: Path) -> None
         host.check("umount", point)
         node = pool.start(host)
         node.wait_for("is not there; create it, or mount the disk first")
-        assert node.process.wait(60) == 2
+        assert node.process.wait(LONG_S) == 2
         host.check("rmdir", point)  # nothing was made there
         host.check("mkdir", point)
         host.check(*mount)

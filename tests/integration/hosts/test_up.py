@@ -16,6 +16,7 @@ import mooncake
 from tests.support.hosts.described import MOONCAKE, DescribedCluster
 from tests.support.hosts.hosts import SHARED, Host, hosts
 from tests.support.serve.server_process import nano_checkpoint
+from tests.support.waiting import LONG_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -95,7 +96,7 @@ def test_one_file_and_one_line_a_machine(tmp_path: Path) -> None:
         first, second = machines
         cluster = Cluster(machines, PAGE, told)
         strange = second.run("sh", "-c", f"cd here && {MOONCAKE} up k2.yaml --machine a")
-        assert strange.process.wait(60) == 2
+        assert strange.process.wait(LONG_S) == 2
         assert f"cert.pem: it belongs to {second.address}" in strange.output
 
         here = cluster.up(first)

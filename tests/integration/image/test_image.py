@@ -32,7 +32,7 @@ import json, urllib.request
 body = {"prompt": "one two", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 ask = urllib.request.Request("http://127.0.0.1:8000/v1/completions", json.dumps(body).encode(),
                              {"Content-Type": "application/json"})
-print(json.load(urllib.request.urlopen(ask, timeout=50))["usage"]["completion_tokens"])
+print(json.load(urllib.request.urlopen(ask, timeout=200))["usage"]["completion_tokens"])
 """
 
 

@@ -42,6 +42,7 @@ from tests.support.kubelet.served import (
     image,
     streamed,
 )
+from tests.support.waiting import LONG_S
 
 pytestmark = [
     pytest.mark.slow,
@@ -84,14 +85,14 @@ class Load:
         """Wait for so many more answers."""
         with self._answered:
             wanted = self._num_answered + count
-            came = self._answered.wait_for(lambda: self._num_answered >= wanted, 240)
+            came = self._answered.wait_for(lambda: self._num_answered >= wanted, LONG_S)
         assert came, self.wrong
 
     def close(self) -> None:
         self._stop.set()
-        for asking in self._asking:
-            asking.result(120)
-        self._pool.shutdown()
+        with self._pool:
+            for asking in self._asking:
+                asking.result(LONG_S)
 
     def hit_rate(self, from_s: float, to_s: float) -> float:
         """Return which part of the prompts' tokens was cached, of answers that began then."""
@@ -301,7 +302,7 @@ def shown(url: str) -> str:
     """Return the certificate that whoever connects is shown."""
     address = httpx.URL(url)
     assert address.port is not None
-    return ssl.get_server_certificate((address.host, address.port), timeout=10)
+    return ssl.get_server_certificate((address.host, address.port), timeout=LONG_S)
 
 
 def assert_pods_signed_their_certificates(cluster: Cluster, authority: Host) -> None:
@@ -315,13 +316,13 @@ def assert_pods_signed_their_certificates(cluster: Cluster, authority: Host) -> 
             for port in pod["spec"]["containers"][0]["ports"]:
                 place = address, port["containerPort"]
                 with (
-                    socket.create_connection(place, 10) as plain,
+                    socket.create_connection(place, LONG_S) as plain,
                     trusted.wrap_socket(plain, server_hostname=address) as secure,
                 ):
                     own = ssl.DER_cert_to_PEM_cert(secure.getpeercert(binary_form=True) or b"")
                 shown_by.setdefault(own, set()).add(pod["metadata"]["name"])
             with pytest.raises(httpx.HTTPError):
-                httpx.get(f"http://{address}:{place[1]}/health/live")
+                httpx.get(f"http://{address}:{place[1]}/health/live", timeout=LONG_S)
     assert len(shown_by) == len(ROLES) - 1, "each pod has one of its own"
 
 
@@ -392,7 +393,7 @@ def test_https_serves_and_secrets_are_rotated_under_load(tmp_path: Path) -> None
 
         def status(key: str) -> int:
             header = {"Authorization": f"Bearer {key}"}
-            with httpx.Client(verify=both, headers=header) as client:
+            with httpx.Client(verify=both, headers=header, timeout=LONG_S) as client:
                 return client.get(f"{url}/v1/models", extensions={"sni_hostname": HOST}).status_code
 
         def new_key_counts() -> None:

@@ -23,7 +23,7 @@ from mooncake.launch.host.processes import fork_server
 from mooncake.launch.host.processes.fork_server import ForkServer
 from mooncake.launch.worker.forks import ENGINE, RAY, worker_forks
 
-END_S = 60.0
+END_S = 240.0
 SCRIPT = """
 import json, os, signal, sys, threading
 import {early}

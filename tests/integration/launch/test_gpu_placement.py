@@ -20,7 +20,7 @@ after workers again and again.
 def found() -> Any:
     command = [sys.executable, "-m", "tests.support.serve.placed_workers"]
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False,
+        command, capture_output=True, text=True, timeout=600, check=False,
         env={**os.environ, **FULL},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-5000:]

@@ -13,7 +13,6 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -36,30 +35,18 @@ from tests.support.certificates import Host
 from tests.support.model.checkpoints import write_config_only
 from tests.support.serve.local_world import HashModel, request
 from tests.support.serve.local_world import SocketWorld as World
-
-WAIT_S = 60.0
+from tests.support.waiting import LONG_S, wait_until
 
 
 def ask(url: str, path: str, tls: ssl.SSLContext | None = None) -> tuple[int, Any]:
     """GET and return (status, body); JSON is read."""
     try:
-        with urllib.request.urlopen(url + path, timeout=10, context=tls) as reply:
+        with urllib.request.urlopen(url + path, timeout=LONG_S, context=tls) as reply:
             body = reply.read()
             is_json = reply.headers["Content-Type"] == "application/json"
             return reply.status, json.loads(body) if is_json else body.decode()
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
-
-
-def until(holds: Callable[[], Any]) -> Any:
-    """Wait for what another thread or process brings about; return it."""
-    pause, deadline = threading.Event(), time.monotonic() + WAIT_S
-    while True:
-        found = holds()
-        if found:
-            return found
-        assert time.monotonic() < deadline, "it did not come about"
-        pause.wait(0.02)
 
 
 @pytest.fixture
@@ -79,7 +66,7 @@ class SlowModel(HashModel):
         assert progress is not None
         progress(1, 3)
         self.is_loading.set()
-        assert self.may_go_on.wait(WAIT_S)
+        assert self.may_go_on.wait(LONG_S)
 
 
 @contextmanager
@@ -96,9 +83,9 @@ def running(settings: WorkerSettings) -> Iterator[list[Worker]]:
     try:
         yield started
     finally:
-        until(lambda: started)
+        wait_until(lambda: started, "the worker has started")
         started[-1].leave(0.0)
-        thread.join(WAIT_S)
+        thread.join(LONG_S)
         gc.unfreeze()
     assert not thread.is_alive()
 
@@ -136,7 +123,7 @@ def test_a_worker_starts_joins_serves_and_drains(
             assert (await asyncio.to_thread(ask, url, "/health/live"))[0] == 200
 
     with running(world.settings_of(Role.DECODE)) as started:
-        assert slow.is_loading.wait(WAIT_S)
+        assert slow.is_loading.wait(LONG_S)
         [port] = ports
         url = port.url
         loading = {"status": "starting", "reason": "loading weights, 1 of 3"}
@@ -146,7 +133,7 @@ def test_a_worker_starts_joins_serves_and_drains(
         assert 'mooncake_health{probe="startup",role="decode"' in ask(url, "/metrics")[1]
         slow.may_go_on.set()
         joining = {"status": "joining", "reason": "no gateway knows it yet"}
-        until(lambda: ask(url, "/health/startup") == (200, joining))
+        wait_until(lambda: ask(url, "/health/startup") == (200, joining), "it has started")
         assert ask(url, "/health/ready") == (503, joining)
         asyncio.run(serve(url, started))
     with pytest.raises(urllib.error.URLError):
@@ -177,7 +164,7 @@ def test_only_probes_and_metrics_are_answered(
 ) -> None:
     world = World(model, prefill=0, decode=1, kvstore=1, cluster_secret="a-secret")
     with running(world.settings_of(Role.KVSTORE)) as started:
-        until(lambda: started)
+        wait_until(lambda: started, "the worker has started")
         [port] = ports
         url = port.url
         assert url.startswith("http://127.0.0.1:")
@@ -185,7 +172,7 @@ def test_only_probes_and_metrics_are_answered(
             assert ask(url, path)[0] == 404
         refused = urllib.request.Request(url + "/health", data=b"{}", method="POST")
         with pytest.raises(urllib.error.HTTPError, match="405"):
-            urllib.request.urlopen(refused, timeout=10)
+            urllib.request.urlopen(refused, timeout=LONG_S)
         text = ask(url, "/metrics")[1]
         assert 'mooncake_pool_dram_blocks{worker="kvstore-0"}' in text
         assert "a-secret" not in text
@@ -209,7 +196,7 @@ def test_it_speaks_https_alone_where_it_has_a_certificate(
             assert world.health_urls() == {"kvstore-0": ports[0].url}
 
     with running(world.settings_of(Role.KVSTORE)) as started:
-        until(lambda: started)
+        wait_until(lambda: started, "the worker has started")
         [port] = ports
         assert port.url.startswith("https://127.0.0.1:")
         asyncio.run(serve())
@@ -283,7 +270,7 @@ def test_a_process_whose_step_hangs_is_not_live_and_ends(model: str) -> None:
                 assert 'mooncake_health{probe="live",role="decode",worker="decode-0"} 0.0' in text
                 assert child.stdin is not None
                 child.stdin.close()
-                assert await asyncio.to_thread(child.wait, WAIT_S) == 1
+                assert await asyncio.to_thread(child.wait, LONG_S) == 1
         world.gateway_process.channel.close()
 
     asyncio.run(serve())
@@ -296,7 +283,7 @@ def test_a_process_whose_loop_no_longer_turns_ends_with_its_stacks(model: str) -
             async with world.driven():
                 await world.until(lambda: world.gateway_process.knows(["decode-0"]))
                 submit_to(world)
-                assert await asyncio.to_thread(child.wait, WAIT_S) == 1
+                assert await asyncio.to_thread(child.wait, LONG_S) == 1
                 assert child.stderr is not None
                 written = child.stderr.read()
                 assert "decode-0: its loop has not turned for" in written

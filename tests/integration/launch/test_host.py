@@ -14,6 +14,8 @@ from mooncake.base import ConfigError, Unavailable
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.processes.descendants import Descendants
 from tests.support.kvstore.pool_process import has_ipv6
+from tests.support.ports import free_port
+from tests.support.waiting import LONG_S
 
 
 def test_a_process_restarts_once_with_what_it_lacked() -> None:
@@ -30,7 +32,7 @@ def test_a_process_restarts_once_with_what_it_lacked() -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", code], env=clean, stdout=subprocess.PIPE, text=True
     )
-    out, _ = child.communicate(timeout=60)
+    out, _ = child.communicate(timeout=LONG_S)
     pid, first, policy = out.split()
     assert int(pid) == child.pid
     assert first == environment.COMPUTE["MALLOC_TOP_PAD_"]
@@ -63,10 +65,10 @@ def test_no_way_to_a_peer(address: str) -> None:
 
 def test_free_and_taken_ports() -> None:
     machine_facts.check_port("127.0.0.1", 0)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-            machine_facts.check_port("127.0.0.1", port)
+    port = free_port()
+    taken = f"cannot listen on 127.0.0.1:{port}"
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match=taken):
+        machine_facts.check_port("127.0.0.1", port)
     machine_facts.check_port("127.0.0.1", port)
 
 
@@ -90,7 +92,7 @@ def test_descendants_of_all_generations_are_ended() -> None:
             parent.wait()
             assert grandchild in descendants.pids
             descendants.end(timeout_s=0.0)
-            descendants.end(timeout_s=20.0)
+            descendants.end(timeout_s=LONG_S)
             assert {parent.pid, grandchild}.isdisjoint(descendants.pids)
 
 
@@ -99,6 +101,6 @@ def test_a_process_that_ends_in_time_is_not_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
         with Descendants() as descendants:
             child.communicate()
-            descendants.end(timeout_s=20.0)
+            descendants.end(timeout_s=LONG_S)
         assert child.returncode == 7
         assert child.returncode != -signal.SIGKILL

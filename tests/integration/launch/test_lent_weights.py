@@ -39,8 +39,10 @@ from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.tcp.backend import TcpBackend
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
 from tests.support.transfer.driving import move
+from tests.support.waiting import LONG_S
 
 SECRET = "a secret of the test"
+READ = " were read from "
 SERVES = r"\) serves; Ctrl-C"
 PROMPTS = [[(7 * number + token) % 400 + 5 for token in range(60)] for number in range(3)]
 
@@ -81,9 +83,10 @@ def begun(opened: ExitStack, model: Path, *more: str) -> tuple[ServerProcess, tu
     return gateway, ("--join", f"tcp://127.0.0.1:{port}", "--kv-cache-memory-bytes", "32MiB")
 
 
-def num_borrowed(server: ServerProcess) -> int:
-    """Return how many ranks of an engine have read weights of another one."""
-    return sum(" were read from " in line for line in list(server.lines))
+def check_borrowed(server: ServerProcess, num_ranks: int) -> None:
+    """Check that so many ranks of an engine have read weights of another one."""
+    server.wait_for(READ, number=num_ranks)
+    assert sum(READ in line for line in list(server.lines)) == num_ranks
 
 
 @pytest.mark.slow
@@ -117,7 +120,8 @@ def test_engines_without_files_serve_what_they_read_from_another(
         third = opened.enter_context(ServerProcess("--role", "prefill", *borrows, "-pp", "2"))
         third.wait_for(read)
         third.wait_for(SERVES)
-        assert [num_borrowed(each) for each in (second, third)] == [2, 2]
+        for each in (second, third):
+            check_borrowed(each, 2)
         prefill.stop()
         # Only the two that have no files are left.
         assert said(gateway) == expected
@@ -125,7 +129,7 @@ def test_engines_without_files_serve_what_they_read_from_another(
         # What was read from another engine is not lent on, and says so.
         last = opened.enter_context(ServerProcess("--role", "prefill", *borrows))
         last.wait_for("has no weights, and no engine lends any.*no plain files")
-        assert last.process.wait(60) != 0
+        assert last.process.wait(LONG_S) != 0
 
 
 @pytest.mark.slow
@@ -204,11 +208,11 @@ def test_engines_that_share_their_experts_read_them_from_another(
         prefill = opened.enter_context(ServerProcess("--role", "prefill", str(model), *engine))
         prefill.wait_for(SERVES)
         group, processes = begun_group(opened, bare, *engine, "--weights-from", "engines")
-        assert num_borrowed(group) == 2
+        check_borrowed(group, 2)
         gateway.wait_until_serving()
         assert said(gateway) == expected
         assert group.stop() == (0, [])
-        assert all(has_ended(each, 60) for each in processes)
+        assert all(has_ended(each, LONG_S) for each in processes)
 
 
 @pytest.mark.slow
@@ -224,8 +228,8 @@ def test_of_engines_that_join_and_share_their_experts_all_end_with_one(
         group, processes = begun_group(opened, str(model), *engine)
         signal.pidfd_send_signal(processes[0], signal.SIGKILL)
         group.wait_for("has ended, and with it those that share its experts")
-        assert group.process.wait(60) == 1
-        assert all(has_ended(each, 60) for each in processes)
+        assert group.process.wait(LONG_S) == 1
+        assert all(has_ended(each, LONG_S) for each in processes)
 
 
 class Answers:
@@ -255,7 +259,7 @@ def test_ranks_that_read_at_once_have_all_loops_of_their_lender(
         lender.ask(
             BorrowWeights(asker=WorkerRef("new", "1", "tcp://x"), ticket=3, revision=revision)
         )
-        lent = answers.sent.get(timeout=60)
+        lent = answers.sent.get(timeout=LONG_S)
         segment = lent.segment
         assert segment is not None, lent.error
         content = (model / lent.files[0].name).read_bytes()
@@ -300,7 +304,7 @@ def test_weights_are_read_through_fewer_windows_than_there_are_pieces(
         lender.ask(
             BorrowWeights(asker=WorkerRef("new", "1", "tcp://x"), ticket=3, revision=revision)
         )
-        lent = answers.sent.get(timeout=60)
+        lent = answers.sent.get(timeout=LONG_S)
         assert len(lent.files) > 2, "pieces"
         assert lent.segment is not None, lent.error
 

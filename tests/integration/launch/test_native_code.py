@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from mooncake.launch.config.config import resolve
 from mooncake.launch.worker.native_code import compiled_meanwhile
 from mooncake.model.options import ModelOptions
 from tests.support.model.checkpoints import write_config_only
+from tests.support.waiting import wait_until
 
-WAIT_S = 60.0
 Compiler = Callable[[str], Path]
 
 
@@ -46,20 +45,13 @@ def options(tmp_path: Path) -> ModelOptions:
     return ModelOptions(device="cpu", cache_dir=str(tmp_path / "cache"))
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_it_is_made_for_who_comes_later_and_only_once(
     options: ModelOptions, compiler: Compiler
 ) -> None:
     notes = compiler("")
     folder = Path(str(options.cache_dir))
     with compiled_meanwhile(options, "bfloat16"):
-        wait_until(lambda: build.is_made(folder))
+        wait_until(lambda: build.is_made(folder), "it is made")
     calls = notes.read_text()
     with compiled_meanwhile(options, "bfloat16"):
         assert build.is_made(folder)
@@ -98,7 +90,7 @@ def test_a_start_that_ends_leaves_no_compiler_and_no_files(
 ) -> None:
     notes = compiler("sleep 1000")
     with compiled_meanwhile(options, "bfloat16"):
-        wait_until(notes.exists)
+        wait_until(notes.exists, "a compiler runs")
     compilers = [Path("/proc") / pid for pid in notes.read_text().split()]
-    wait_until(lambda: not any(process.exists() for process in compilers))
+    wait_until(lambda: not any(each.exists() for each in compilers), "compilers end")
     assert list(Path(str(options.cache_dir)).iterdir()) == []

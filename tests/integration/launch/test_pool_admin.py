@@ -33,6 +33,7 @@ from mooncake.launch.pool_client.session import locate
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin
 from tests.support.certificates import Host
+from tests.support.waiting import LONG_S
 
 SECRET = "the cluster secret"
 OPERATOR = CredentialRole.OPERATOR
@@ -104,7 +105,7 @@ def api_server(driver: Driver) -> Iterator[PoolAdmin]:
 
 def ask(api_server: PoolAdmin, path: str, method: str = "GET", **headers: str) -> tuple[int, Any]:
     parts = urllib.parse.urlsplit(api_server.url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=LONG_S)
     connection.request(method, path, headers={k.replace("_", "-"): v for k, v in headers.items()})
     reply = connection.getresponse()
     body = reply.read()
@@ -230,7 +231,7 @@ def test_connections_that_are_held_do_not_keep_probes_out(api_server: PoolAdmin)
     with contextlib.ExitStack() as held:
         for _ in range(3 * MAX_CONNECTIONS):
             place = parts.hostname or "", parts.port or 0
-            held.enter_context(socket.create_connection(place, timeout=30))
+            held.enter_context(socket.create_connection(place, timeout=LONG_S))
         assert ask(api_server, "/health")[0] == 200
         assert threading.active_count() - before <= 2 * MAX_CONNECTIONS
 
@@ -241,7 +242,7 @@ def test_a_body_without_a_length_is_the_last_thing_read(
     """Else a proxy and this server could see different requests in the same bytes."""
     inner = b"POST /v1/pool/drain HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer key\r\n\r\n"
     parts = urllib.parse.urlsplit(api_server.url)
-    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=30) as sent:
+    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=LONG_S) as sent:
         sent.sendall(
             b"GET /health HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" + inner
         )

@@ -152,14 +152,14 @@ def stop(rank: psutil.Process) -> None:
     ("shape", "rank_backend", "harm", "message"),
     [
         ("tensor", "shm", kill, "rank 1 of this model has ended"),
-        ("tensor", "shm", stop, "rank 1 of this model gave no sign of life for 2 s"),
+        ("tensor", "shm", stop, "rank 1 of this model gave no sign of life for 5 s"),
         # Whether the connection or the process is missed first is chance.
         ("tensor", "gloo", kill, "rank 1 of this model has ended|another rank of this model fail"),
-        ("tensor", "gloo", stop, "rank 1 of this model gave no sign of life for 2 s"),
+        ("tensor", "gloo", stop, "rank 1 of this model gave no sign of life for 5 s"),
         ("pipeline", "shm", kill, "rank 1 of this model has ended|other ranks could not be told"),
-        ("pipeline", "shm", stop, "rank 1 of this model gave no sign of life for 2 s"),
+        ("pipeline", "shm", stop, "rank 1 of this model gave no sign of life for 5 s"),
         ("pipeline", "gloo", kill, "rank 1 of this model has ended|another rank of this model fa"),
-        ("pipeline", "gloo", stop, "rank 1 of this model gave no sign of life for 2 s"),
+        ("pipeline", "gloo", stop, "rank 1 of this model gave no sign of life for 5 s"),
     ],
 )
 def test_a_rank_that_is_lost_ends_the_engine(
@@ -174,7 +174,7 @@ def test_a_rank_that_is_lost_ends_the_engine(
     if (shape, rank_backend) != ("tensor", "shm"):  # whose followers the kernel ends
         request.getfixturevalue("forked")
     monkeypatch.setattr(rank_processes, "SIGN_S", 0.2)
-    monkeypatch.setattr(rank_processes, "SILENT_S", 2.0)
+    monkeypatch.setattr(rank_processes, "SILENT_S", 5.0)
     path = nano(tmp_path / "nano")
     long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     sizes = {f"{shape}_parallel_size": 2, "rank_backend": rank_backend}

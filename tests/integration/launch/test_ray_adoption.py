@@ -9,7 +9,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import pytest
 from mooncake.launch.cluster.ray_machines.ray_node import OwnRaylet
 from mooncake.launch.host import environment
 from mooncake.launch.host.secrets.credentials import keep_ray_token_private
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -40,8 +40,7 @@ def address() -> Iterator[str]:
         for name, value in environment.with_ray({}, here_only=True).items():
             patch.setenv(name, value)
         keep_ray_token_private()
-        with socket.create_server((LOOPBACK, 0)) as free:
-            found = f"{LOOPBACK}:{free.getsockname()[1]}"
+        found = f"{LOOPBACK}:{free_port()}"
         with contextlib.closing(OwnRaylet(found, LOOPBACK, lambda: False, head=True)):
             yield found
 

@@ -27,6 +27,7 @@ from mooncake.transfer.regions import no_progress
 from tests.support.engine.fake_runner import expected_output
 from tests.support.model.checkpoints import write_config_only
 from tests.support.serve.local_world import HashModel, LocalWorld, request
+from tests.support.waiting import LONG_S
 
 NOW = MonotonicClock().now
 
@@ -118,7 +119,7 @@ class Hosts:
         for started in self.workers.values():
             started[-1].leave(0.0)
         for thread in self._threads:
-            thread.join(60.0)
+            thread.join(LONG_S)
             assert not thread.is_alive(), "a worker did not end"
 
 

@@ -21,6 +21,7 @@ from mooncake.launch.worker.ranks.far_ranks import HOSTS_NAME, FarStages
 from mooncake.launch.worker.ranks.rank_host import RankHost
 from mooncake.launch.worker.ranks.sealed_link import SealedLink
 from mooncake.transfer.net.handshake import HandshakeRefused
+from tests.support.waiting import LONG_S
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -168,7 +169,7 @@ def test_what_comes_at_one_end_leaves_at_the_other_until_one_is_gone() -> None:
         there.close()
         assert here.recv(1) == b""
         for thread in (sending, *relays):
-            thread.join(30)
+            thread.join(LONG_S)
             assert not thread.is_alive()
         here.close()
 
@@ -190,7 +191,7 @@ def listening_host() -> Iterator[RankHost]:
     thread.start()
     yield host
     host.close()
-    thread.join(30)
+    thread.join(LONG_S)
     assert not thread.is_alive()
 
 
@@ -203,7 +204,7 @@ def test_a_host_of_ranks_is_greeted_and_probed_without_a_word_in_its_log(
         socket.create_connection(address).close()
         with pytest.raises(Forbidden, match=f"stage-hosts: 127.0.0.1:{host.port}: .*secret"):
             FarStages((address,), "127.0.0.1", OTHER).greet()
-    host.finish(30)
+    host.finish(LONG_S)
     said = [one.getMessage() for one in caplog.records if one.name != "mooncake.audit"]
     assert all("refused" in line for line in said), caplog.text
     with pytest.raises(OSError, match=f"127.0.0.1:{host.port} does not answer"):
@@ -225,10 +226,10 @@ def test_only_who_does_not_prove_himself_is_written_into_the_audit_log(
     monkeypatch.setattr(rank_host._log, "warning", lambda text, *of: told.put(text % of))
     with listening_host() as host:
         SealedLink.connect(("127.0.0.1", host.port), MINE, HOSTS_NAME).close()
-        assert "no rank starts" in told.get(timeout=60)
+        assert "no rank starts" in told.get(timeout=LONG_S)
         with pytest.raises(HandshakeRefused):
             SealedLink.connect(("127.0.0.1", host.port), OTHER, HOSTS_NAME)
-        assert "wrong cluster secret" in told.get(timeout=60)
+        assert "wrong cluster secret" in told.get(timeout=LONG_S)
     assert written == ["a peer was refused: wrong cluster secret"]
 
 

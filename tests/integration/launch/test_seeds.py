@@ -27,10 +27,9 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.rpc.seed_addresses import SeedAddresses
 from mooncake.rpc.zmq_channel import ZmqChannel
 from tests.support.model.checkpoints import write_config_only
+from tests.support.waiting import LONG_S
 
 NOBODY = "127.0.0.1:1"
-LONG_S = 60.0
-"""Longer than it takes to learn who listens, also where the machine is busy."""
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def signals() -> Iterator[None]:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Runs one process until it has written the file `done`; returns what was said."""
-    for name, seconds in {"POLL_S": 0.01, "FIRST_WAIT_S": 0.01, "WELL_S": 0.3}.items():
+    for name, seconds in {"POLL_S": 0.01, "FIRST_WAIT_S": 0.01}.items():
         monkeypatch.setattr(up, name, seconds)
     monkeypatch.chdir(tmp_path)
 
@@ -42,6 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[s
             if Path("done").exists():
                 os.kill(os.getpid(), signal.SIGTERM)
                 return []
+            Path("asked").touch()
             raise MooncakeError("join: a gateway refuses: no")
 
     def start(program: str) -> list[str]:
@@ -70,15 +71,18 @@ def test_a_terminal_that_interrupts_us_leaves_our_processes_to_us(
 
 def test_a_gateway_that_refuses_ends_no_process(run: Callable[..., list[str]]) -> None:
     said = run(
-        "import pathlib, time; time.sleep(0.3); pathlib.Path('done').touch(); time.sleep(60)"
+        "import pathlib, time\n"
+        "while not pathlib.Path('asked').exists(): time.sleep(0.01)\n"
+        "pathlib.Path('done').touch(); time.sleep(60)"
     )
     assert said.count("join: a gateway refuses: no") == 1
     assert not [words for words in said if words.startswith(ENDED)]
 
 
 def test_one_that_has_run_is_started_again_though_it_then_cannot(
-    run: Callable[..., list[str]],
+    run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(up, "WELL_S", 0.3)
     said = run(
         "import os, pathlib, sys, time\n"
         "starts = pathlib.Path('starts')\n"
@@ -95,7 +99,7 @@ def test_one_that_has_run_is_started_again_though_it_then_cannot(
 def test_one_that_ends_again_and_again_waits_longer_up_to_a_limit(
     run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, seconds in {"FIRST_WAIT_S": 0.1, "LONGEST_WAIT_S": 0.3, "WELL_S": 60.0}.items():
+    for name, seconds in {"FIRST_WAIT_S": 0.1, "LONGEST_WAIT_S": 0.3}.items():
         monkeypatch.setattr(up, name, seconds)
     said = run(
         "import pathlib, sys, time\n"

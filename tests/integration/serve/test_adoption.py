@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.serve.server_process import STOP_S, ServerProcess, nano_checkpoint
 
 NUM_KILLS = int(os.environ.get("MOONCAKE_NUM_KILLS", "1"))
@@ -32,11 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def port() -> int:
-    """A port that is free and that no connection of another program gets, as it is a low one."""
-    for number in range(20_000 + os.getpid() % 9_000, 32_000):
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", number)):
-            return number
-    raise AssertionError("no port is free")
+    return free_port()
 
 
 def serving(

@@ -14,7 +14,7 @@ import pytest
 from mooncake.cli import main
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SMALL = ("--kv-cache-memory-bytes", "32MiB", "--kvstore-dram-bytes", "32MiB")
 STOP_S = "18"
@@ -26,7 +26,7 @@ def conformance(capsys: pytest.CaptureFixture[str], url: str, *words: str) -> di
     capsys.readouterr()
     code = main.run(
         ["conformance", "--base-url", url, "--json", "--processes", "--prompt-tokens", "400",
-         "--stop-s", STOP_S, "--replacements", "2", *words]
+         "--stop-s", STOP_S, "--deadline-s", "240", "--replacements", "2", *words]
     )  # fmt: skip
     verdicts = json.loads(capsys.readouterr().out)["verdicts"]
     assert code == 0, verdicts

@@ -12,6 +12,7 @@ from mooncake.cli import main as cli
 from mooncake.launch.llm import LLM
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.serve.server_process import ServerProcess
+from tests.support.waiting import LONG_S
 
 KEY = "0123456789abcdef" * 4
 PROMPT = list(range(3, 103))
@@ -84,7 +85,7 @@ def test_every_worker_of_a_cluster_finds_the_key(
 def test_mistakes_are_one_line(sealed: Path, words: list[str], message: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mooncake.cli.main", "serve", str(sealed), *SMALL, *words],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=LONG_S,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     [line] = done.stderr.splitlines()
@@ -102,7 +103,7 @@ def test_an_altered_byte_ends_the_start(plain: Path, key_file: Path, tmp_path: P
     done = subprocess.run(
         [sys.executable, "-m", "mooncake.cli.main", "serve", str(out), *SMALL, "--colocated",
          "--weights-key-file", str(key_file)],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=LONG_S,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert f"{file}: the bytes at" in done.stderr

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from mooncake.base.kv_events import BlockStored, KvEventsConfig
@@ -17,6 +16,7 @@ from mooncake.cli.main import run
 from mooncake.rpc.kv_events import KvEventPublisher
 from tests.support.api.scripted_engine import ScriptedEngine
 from tests.support.serve.server import Server, serving
+from tests.support.waiting import wait_until
 
 BLOCK = 16
 
@@ -38,11 +38,9 @@ def engines() -> Iterator[list[ScriptedEngine]]:
     loop.close()
 
 
-def until_up(server: Server) -> None:
-    while httpx.get(f"{server.url}/health").status_code != 200:
-        pass
-    while any(each["state"] != "up" for each in server.status()["engines"]):
-        pass
+def are_up(server: Server) -> bool:
+    is_well = server.client.get("/health").status_code == 200
+    return is_well and all(each["state"] == "up" for each in server.status()["engines"])
 
 
 def test_prompts_go_where_events_say_their_prefix_is(
@@ -68,9 +66,9 @@ def test_prompts_go_where_events_say_their_prefix_is(
         opened.callback(publisher.close)
         publisher.publish([stored])  # before the gateway is there
         server = opened.enter_context(serving(*words, log=tmp_path / "log"))
-        until_up(server)
-        while server.status()["engines"][1]["num_blocks"] != 10:
-            pass
+        wait_until(lambda: are_up(server), "both engines are up")
+        known = "the second one's events are known"
+        wait_until(lambda: server.status()["engines"][1]["num_blocks"] == 10, known)
         body = {"model": "m", "prompt": tokens, "max_tokens": 2}
         got = server.client.post("/v1/completions", json=body)
         assert got.status_code == 200

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,9 +23,10 @@ from mooncake.base import SamplingParams
 from mooncake.launch.worker.direct import DirectEngine
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.integration.serve.test_rank_processes import SMALL
-from tests.integration.serve.test_real_processes import prompt, stream, wait_until
+from tests.integration.serve.test_real_processes import prompt, stream
 from tests.support.followers import followers
 from tests.support.serve.server import START_S, serving
+from tests.support.waiting import LONG_S, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -46,14 +46,16 @@ def ranks(log: Path, secret: Path) -> Iterator[tuple[psutil.Process, str]]:
             stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
     try:
-        deadline_s = time.monotonic() + START_S
-        while not (found := re.search(r"started at (\S+)", log.read_text())):
+
+        def address() -> re.Match[str] | None:
             assert running.poll() is None, log.read_text()
-            assert time.monotonic() < deadline_s, "it does not listen"
-            time.sleep(0.1)
+            return re.search(r"started at (\S+)", log.read_text())
+
+        found = wait_until(address, "it listens", START_S)
+        assert found is not None
         yield psutil.Process(running.pid), found[1]
         running.send_signal(signal.SIGTERM)
-        assert running.wait(30) == 0
+        assert running.wait(LONG_S) == 0
     finally:
         running.kill()
         running.wait()
@@ -95,20 +97,26 @@ def test_a_stage_elsewhere_gives_the_tokens_of_one_process(tmp_path: Path) -> No
         assert len(stages) == 2, "the first stages of prefill and of decode"
         assert followers(server.process.pid) == [], "no rank but the leads is here"
         assert {ip for stage in stages for ip in listening(stage)} == {HOST}
-        decode = next(each for each in server.status()["workers"] if each["id"] == "decode-0")
-        assert decode["load"]["counters"]["blocks_pushed_compared"] > 0
+
+        def num_compared() -> float:
+            [decode] = [each for each in server.status()["workers"] if each["id"] == "decode-0"]
+            return float(decode["load"]["counters"].get("blocks_pushed_compared", 0))
+
+        wait_until(num_compared, "decode compares what was pushed")
 
         begun = threading.Semaphore(0)
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             answers = [pool.submit(stream, server, tokens, LONG, begun=begun) for tokens in PROMPTS]
             for _ in PROMPTS:
-                assert begun.acquire(timeout=60)
+                assert begun.acquire(timeout=LONG_S)
             stages[0].kill()
             stages[1].send_signal(signal.SIGSTOP)  # one is found by its end, one by its silence
-            found = [answer.result(200) for answer in answers]
+            found = [answer.result(LONG_S) for answer in answers]
         assert [answer["ids"] for answer in found] == alone
-        wait_until(whole, 120, "all workers up again")
-        again = followers(far.pid)
-        assert len(again) == 2
-        assert not {each.pid for each in again} & {each.pid for each in stages}
+
+        def replaced() -> list[psutil.Process]:
+            new = followers(far.pid)
+            return new if whole() and len(new) == 2 and not {*new} & {*stages} else []
+
+        again = wait_until(replaced, "all workers up again, with other stages")
     assert not [each for each in again if each.is_running()]

@@ -12,8 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from mooncake.api.http.repeats import seed_of
 from tests.support.relay import Relay
 from tests.support.serve import deaf_gateway
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
+from tests.support.waiting import LONG_S, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -35,7 +35,6 @@ SMALL = (
 )  # fmt: skip
 WORKERS = {"prefill-0", "decode-0", "decode-1", "kvstore-0"}
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
-WAIT_S = 90.0
 CHAT = "/v1/chat/completions"
 EXAMPLES = Path(__file__).parents[3] / "examples"
 ENDLESS = 20_000
@@ -65,21 +64,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster(head)
         own = head.wait_for(r"gateway mooncake\S+ health at (http://\S+)").group(1)
         for probe in ("startup", "ready", "live"):
-            assert httpx.get(f"{own}/health/{probe}", timeout=60).json() == {"status": "ok"}
-        series = httpx.get(f"{own}/metrics", timeout=60).text
+            assert httpx.get(f"{own}/health/{probe}", timeout=LONG_S).json() == {"status": "ok"}
+        series = httpx.get(f"{own}/metrics", timeout=LONG_S).text
         assert 'mooncake_health{probe="live",role="gateway",worker="gateway"} 1.0' in series
         assert "mooncake:workers_up" in series
         code, left = head.stop(signal.SIGTERM)
         assert (code, left) == (0, []), head.output
         assert "Traceback" not in head.output
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for a condition that other processes bring about."""
-    pause, deadline = threading.Event(), time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
-        pause.wait(0.2)
 
 
 def stream(
@@ -95,7 +86,7 @@ def stream(
     ids: list[int] = []
     try:
         with httpx.stream(
-            "POST", f"{gateway.url}/v1/completions", json=body, timeout=WAIT_S
+            "POST", f"{gateway.url}/v1/completions", json=body, timeout=LONG_S
         ) as reply:
             assert reply.status_code == 200, reply.read()
             for line in reply.iter_lines():
@@ -123,7 +114,7 @@ def begin(
     begun = threading.Semaphore(0)
     futures = [pool.submit(stream, gateway, count, begun) for gateway, count in asked]
     for _ in futures:
-        assert begun.acquire(timeout=WAIT_S)
+        assert begun.acquire(timeout=LONG_S)
     return futures
 
 
@@ -169,11 +160,11 @@ def test_two_gateways_of_one_cluster(cluster: Cluster) -> None:
             replies = list(pool.map(named_the_same, [first, second] * 4, prompts))
         assert replies == alone, "one id, eight requests at two gateways"
 
-        metrics = httpx.get(f"{second.url}/metrics").text
+        metrics = second.text("/metrics")
         assert 'mooncake:workers_up{model_name="k2-nano",role="gateway"} 3.0' in metrics
         shown = subprocess.run(
             [sys.executable, "-m", "mooncake.cli.main", "status", "--url", first.url],
-            capture_output=True, text=True, check=True, timeout=60,
+            capture_output=True, text=True, check=True, timeout=LONG_S,
         ).stdout  # fmt: skip
         assert id_of(second) in shown
         assert "decode-0" in shown
@@ -192,7 +183,7 @@ def named_the_same(gateway: ServerProcess, prompt: str) -> list[int]:
         "return_token_ids": True,
     }  # fmt: skip
     reply = httpx.post(
-        f"{gateway.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"}, timeout=WAIT_S
+        f"{gateway.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"}, timeout=LONG_S
     )
     assert reply.status_code == 200, reply.text
     return list(reply.json()["choices"][0]["token_ids"])
@@ -210,10 +201,10 @@ def test_either_may_be_killed(cluster: Cluster) -> None:
             asked = [(victim, ENDLESS), (victim, ENDLESS), (first, 600)]
             *cut, lives = begin(pool, asked)
             victim.process.kill()
-            assert lives.result(WAIT_S) == (expected, "length")
-            assert {future.result(WAIT_S)[1] for future in cut} == {"cut"}
+            assert lives.result(LONG_S) == (expected, "length")
+            assert {future.result(LONG_S)[1] for future in cut} == {"cut"}
             wait_until(lambda: is_idle(first), "workers let go of the dead one's requests")
-            assert states(first)[name] == "silent"
+            wait_until(lambda: states(first)[name] == "silent", "the dead one is missed")
         with cluster.gateway() as second:
             assert second.complete(PROMPT, 600) == expected
             wait_until(lambda: len(states(second)) >= 3, "the new one has met the others")
@@ -221,12 +212,12 @@ def test_either_may_be_killed(cluster: Cluster) -> None:
             pids = second.worker_pids()
             first.process.kill()
             os.kill(pids["decode-0"], signal.SIGKILL)
-            assert lives.result(WAIT_S) == (expected, "length")
-            assert [future.result(WAIT_S)[1] for future in cut] == ["cut"]
+            assert lives.result(LONG_S) == (expected, "length")
+            assert [future.result(LONG_S)[1] for future in cut] == ["cut"]
             second.wait_for_workers(WORKERS, without=[pids["decode-0"]])
             assert second.complete(PROMPT, 40) == expected[:40]
             wait_until(lambda: is_idle(second), "nothing is left")
-            assert httpx.get(f"{second.url}/health").status_code == 200
+            second.text("/health")
             assert "Traceback" not in second.output
 
 
@@ -265,7 +256,7 @@ def test_a_killed_gateway_s_streams_go_on_at_another(cluster: Cluster) -> None:
                 lives.pop(0)
                 victim.process.kill()
                 assert "".join([*shown, *texts]) == whole[0]
-                reply = asking.result(WAIT_S)
+                reply = asking.result(LONG_S)
                 client.close()
         assert reply.choices[0].message.content == whole[1]
         assert reply.usage.prompt_tokens_details.cached_tokens > 400
@@ -293,7 +284,7 @@ def test_a_worker_that_one_gateway_does_not_hear_lives_on(
         deaf.wait_for_workers(WORKERS - {"decode-1"})
         with ThreadPoolExecutor(4) as pool:
             asked = [(gateway, 40) for gateway in (well, deaf, well, deaf)]
-            ends = [future.result(WAIT_S) for future in begin(pool, asked)]
+            ends = [future.result(LONG_S) for future in begin(pool, asked)]
         assert ends == [(expected, "length")] * 4
         assert well.worker_pids() == pids, "the other gateway hears it: it is not lost"
         unheard.unlink()

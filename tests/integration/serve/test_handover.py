@@ -19,11 +19,14 @@ import msgspec
 import pytest
 
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SMALL = ("--dtype", "float32", "--kv-cache-memory-bytes", "64MiB", "--max-model-len", "4096")
-NUM_PROMPT, NUM_TOKENS, NUM_ASKING = 2100, 500, 4
+ALIKE = "--no-self-profile"
+"""Workers that measured their speed on a busy machine would not share the requests."""
+NUM_PROMPT, NUM_TOKENS, NUM_ASKING = 2100, 1000, 4
 NUM_QUEUING = 8
 """Prompts at once, so that some wait at each of two prefill workers."""
 BLOCK_TOKENS = 64
@@ -77,33 +80,46 @@ def decodes_all(load: dict[str, Any]) -> bool:
     return bool(num_running and computed and not load.get("num_waiting"))
 
 
+def rested(server: ServerProcess, worker_id: str, num_prompt_tokens: float = 0) -> dict[str, float]:
+    """Return the counters of a worker once it reports that it has nothing to do, and that it was
+    given so many tokens of prompts: its last report may be older than the last answer.
+    """
+
+    def told() -> dict[str, float] | None:
+        last = load(server, worker_id)
+        counts: dict[str, float] = last["counters"]
+        is_busy = last["num_running"] or last.get("num_waiting") or last.get("num_queued_tokens")
+        return None if is_busy or counts.get("prompt_tokens", 0) < num_prompt_tokens else counts
+
+    return wait_until(told, f"{worker_id} is at rest") or {}
+
+
 def computed(counts: dict[str, float]) -> float:
     """Return how many tokens of prompts a worker has computed."""
     return counts.get("prompt_tokens", 0) - counts.get("prompt_tokens_cached", 0)
 
 
 def test_what_a_leaving_worker_decodes_is_fetched_from_it(tmp_path: Path) -> None:
-    # Workers that measured their speed on a busy machine would not share the requests.
-    alike = (*SMALL, "--no-self-profile")
-    words = (*alike, "--port", "0", "--prefill", "0", "--kvstore", "0")
+    words = (*SMALL, ALIKE, "--port", "0", "--prefill", "0", "--kvstore", "0")
     with (
         ThreadPoolExecutor(NUM_ASKING) as pool,
         ServerProcess(str(nano_checkpoint(tmp_path)), *words) as server,
     ):
         server.wait_until_serving()
         address = server.wait_for(r"--join (\S+)").group(1)
-        with ServerProcess("--role", "decode", "--join", address, *alike[2:4], alike[-1]) as leaver:
+        with ServerProcess("--role", "decode", "--join", address, *SMALL[2:4], ALIKE) as leaver:
             name = leaver.wait_for(r"(decode-\S+) \(pid \d+\) serves").group(1)
             server.wait_for_workers({"decode-0", name})
             before = load(server, "decode-0")["counters"]
             streams, reading = ask(server.url, pool, "moved", range(NUM_ASKING), NUM_TOKENS)
             while not decodes_all(load(server, name)):
-                done, _ = wait(reading, 0.1, FIRST_COMPLETED)
-                assert not done, "all went to the other worker"
+                _, left = wait(reading, 0.1, FIRST_COMPLETED)
+                assert left, "all went to the other worker"
+            num_of_leaver = computed(load(server, name)["counters"]) // NUM_PROMPT
             assert leaver.stop(signal.SIGTERM) == (0, []), leaver.output
             for each in reading:
                 each.result(WAIT_S)
-        after = load(server, "decode-0")["counters"]
+        after = rested(server, "decode-0", NUM_PROMPT)
         status = server.get("/v1/cluster/status")
         calm, reading = ask(server.url, pool, "calm", range(len(streams)), NUM_TOKENS)
         for each in reading:
@@ -114,7 +130,7 @@ def test_what_a_leaving_worker_decodes_is_fetched_from_it(tmp_path: Path) -> Non
     assert status["counters"].get("attempts_lost", 0) == 0
     fetched = after["blocks_fetched"] - before.get("blocks_fetched", 0)
     assert fetched >= num_moved * (NUM_PROMPT // BLOCK_TOKENS)
-    num_again = computed(after) - computed(before) - (len(streams) - num_moved) * NUM_PROMPT
+    num_again = computed(after) - computed(before) - (len(streams) - num_of_leaver) * NUM_PROMPT
     assert 0 <= num_again <= num_moved * 2 * BLOCK_TOKENS
     gaps_s = sorted(b - a for stream in streams for a, b in pairwise(stream.times_s))
     print(
@@ -127,7 +143,7 @@ def test_what_a_leaving_worker_decodes_is_fetched_from_it(tmp_path: Path) -> Non
 def test_what_a_leaving_prefill_worker_computes_is_finished_and_found_in_the_pool(
     tmp_path: Path,
 ) -> None:
-    words = (*SMALL, "--port", "0", "--kvstore-dram-bytes", "64MiB")
+    words = (*SMALL, ALIKE, "--port", "0", "--kvstore-dram-bytes", "64MiB")
     with (
         ThreadPoolExecutor(NUM_QUEUING) as pool,
         ServerProcess(str(nano_checkpoint(tmp_path)), *words) as server,
@@ -135,27 +151,26 @@ def test_what_a_leaving_prefill_worker_computes_is_finished_and_found_in_the_poo
         server.wait_until_serving()
         address = server.wait_for(r"--join (\S+)").group(1)
 
-        def counted() -> dict[str, float]:
-            each = [load(server, name)["counters"] for name in ("prefill-0", "decode-0")]
+        def counted(num_prompt_tokens: float) -> dict[str, float]:
+            prefill = rested(server, "prefill-0", num_prompt_tokens)
+            each = [prefill, rested(server, "decode-0")]
             fetched = sum(counts.get("blocks_fetched", 0) for counts in each)
-            return {"computed": sum(map(computed, each)), "fetched": fetched}
+            total = {"computed": sum(map(computed, each)), "fetched": fetched}
+            return total | {"given": prefill["prompt_tokens"]}
 
-        with ServerProcess("--role", "prefill", "--join", address, *SMALL[2:4]) as leaver:
+        with ServerProcess("--role", "prefill", "--join", address, *SMALL[2:4], ALIKE) as leaver:
             name = leaver.wait_for(r"(prefill-\S+) \(pid \d+\) serves").group(1)
             server.wait_for_workers({"prefill-0", "decode-0", "kvstore-0", name})
             first, reading = ask(server.url, pool, "one", range(NUM_QUEUING), 8)
-            deadline_s = time.monotonic() + WAIT_S
-            while not load(server, name).get("num_queued_tokens"):
-                assert time.monotonic() < deadline_s, server.get("/v1/cluster/status")
-                time.sleep(0.05)
+            wait_until(lambda: load(server, name).get("num_queued_tokens"), "prompts queue there")
             assert leaver.stop(signal.SIGTERM) == (0, []), leaver.output
             for each in reading:
                 each.result(WAIT_S)
-        before = counted()
+        before = counted(NUM_PROMPT)
         again, reading = ask(server.url, pool, "one", range(NUM_QUEUING), 8)
         for each in reading:
             each.result(WAIT_S)
-        after = counted()
+        after = counted(before["given"] + NUM_QUEUING * NUM_PROMPT)
         status = server.get("/v1/cluster/status")
     assert [stream.ids for stream in again] == [stream.ids for stream in first]
     assert status["counters"].get("attempts_lost", 0) == 0

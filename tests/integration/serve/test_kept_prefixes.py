@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.serve.server import Server, serving
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -30,11 +30,9 @@ def pool(server: Server) -> dict[str, Any]:
     return {"counters": {}, **(node["load"] or {})}
 
 
-def wait_for(what: str, holds: Callable[[], bool]) -> None:
-    deadline, pause = time.monotonic() + WAIT_S, threading.Event()
-    while not holds():
-        assert time.monotonic() < deadline, what
-        pause.wait(0.1)
+def num_kept(server: Server) -> int:
+    """Return how many blocks the pool node has been asked to keep so far."""
+    return int(pool(server)["counters"].get("blocks_kept", 0))
 
 
 def ask(server: Server, *turns: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +68,7 @@ def test_the_next_turn_finds_the_marked_prefix_after_a_flood(tmp_path: Path) -> 
             load = pool(server)
             return bool(load["counters"]["blocks_put"] - put > 2 * load["num_total_blocks"])
 
-        wait_for("the pool was not filled", is_flooded)
+        wait_until(is_flooded, "the pool is filled")
         again = ask(server, turn(marked, **MARK), {"role": "assistant", "content": "so"}, turn("?"))
         after = server.complete([*said, 1, 2, 3], max_tokens=1)["usage"]["prompt_tokens_details"]
         lost = ask(server, turn(plain), {"role": "assistant", "content": "so"}, turn("?"))
@@ -86,12 +84,13 @@ def keep_one(server: Server, draw: random.Random) -> tuple[str, int]:
     """
     deadline = time.monotonic() + WAIT_S
     while True:
+        before = num_kept(server)
         marked = text(draw)
         kept = ask(server, turn(marked, **MARK))["input_tokens"] // BLOCK
         assert kept > 2
         until, pause = time.monotonic() + 15.0, threading.Event()
         while time.monotonic() < until:
-            if pool(server)["counters"].get("blocks_kept", 0) >= kept:
+            if num_kept(server) >= before + kept:
                 return marked, kept
             pause.wait(0.1)
         assert time.monotonic() < deadline, "nothing is kept"
@@ -103,14 +102,14 @@ def keep_answer(server: Server, draw: random.Random) -> tuple[list[int], int]:
     """
     deadline = time.monotonic() + WAIT_S
     while True:
-        before = pool(server)["counters"].get("blocks_kept", 0)
+        before = num_kept(server)
         prompt = [draw.randrange(512) for _ in range(2 * BLOCK + 10)]
         asked = {"max_tokens": 2 * BLOCK, "ignore_eos": True, "session_id": "one"}
         answer = server.complete(prompt, **asked)["choices"][0]["token_ids"]
         num_blocks = (len(prompt) + len(answer) - 1) // BLOCK
         until, pause = time.monotonic() + 15.0, threading.Event()
         while time.monotonic() < until:
-            if pool(server)["counters"].get("blocks_kept", 0) >= before + num_blocks:
+            if num_kept(server) >= before + num_blocks:
                 return [*prompt, *answer], num_blocks
             pause.wait(0.1)
         assert time.monotonic() < deadline, "no answer is kept"

@@ -15,7 +15,7 @@ from tests.support.serve.server import serving
 
 BLOCK = 64
 NUM_PAGES = 12
-WAIT_MS = 30_000
+WAIT_MS = 240_000
 
 
 class Router:

@@ -18,7 +18,8 @@ from mooncake.launch.host import environment
 from mooncake.launch.host.processes.descendants import Descendants
 from mooncake.launch.host.secrets.credentials import keep_ray_token_private
 from tests.support.certificates import Host, make_host
-from tests.support.serve.server_process import ServerProcess, nano_checkpoint
+from tests.support.ports import free_port
+from tests.support.serve.server_process import STOP_S, ServerProcess, nano_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -50,15 +51,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def address(tls_host: Host) -> Iterator[str]:
     """The address of a Ray that speaks TLS; the variables that it takes are set."""
-    with socket.socket() as free, pytest.MonkeyPatch.context() as patch:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.MonkeyPatch.context() as patch:
+        address = f"127.0.0.1:{free_port()}"
         variables = environment.with_ray(tls(tls_host), here_only=True)
         variables["MOONCAKE_CLUSTER_SECRET"] = "s" * 32  # of a worker's environment in that Ray
         for name, value in variables.items():
             patch.setenv(name, value)
         keep_ray_token_private()
-        free.close()
         with contextlib.closing(OwnRaylet(address, "127.0.0.1", lambda: False, head=True)):
             yield address
 
@@ -90,14 +89,14 @@ def test_without_a_certificate_of_its_authority_nobody_uses_it(
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         with ServerProcess(model, *SMALL, "--ray-address", address) as refused:
-            refused.wait_for(reason, 60)
-            assert refused.process.wait(60) == 2
+            refused.wait_for(reason)
+            assert refused.process.wait(STOP_S) == 2
 
 
 def answer_of(port: int, tls: ssl.SSLContext | None) -> bytes:
     """Return what a port of Ray says to the beginning of HTTP/2; nothing: it hung up."""
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=30) as plain:
+        with socket.create_connection(("127.0.0.1", port), timeout=STOP_S) as plain:
             if tls is None:
                 plain.sendall(HTTP2)
                 return plain.recv(9)

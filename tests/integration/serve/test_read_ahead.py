@@ -4,7 +4,6 @@ before anybody asks it for anything.
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from tests.integration.serve.test_handover import BLOCK_TOKENS, NUM_PROMPT, SMALL, ask, load
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -22,13 +22,12 @@ NUM_BLOCKS = NUM_PROMPT // BLOCK_TOKENS
 
 def wait_for(server: ServerProcess, worker_id: str, figure: str, least: int) -> None:
     """Wait until a worker reports so much of a figure, or of a counter."""
-    deadline_s = time.monotonic() + WAIT_S
-    while True:
+
+    def told() -> bool:
         report = load(server, worker_id)
-        if {**report.get("counters", {}), **report}.get(figure, 0) >= least:
-            return
-        assert time.monotonic() < deadline_s, report
-        time.sleep(0.1)
+        return bool({**report["counters"], **report}.get(figure, 0) >= least)
+
+    wait_until(told, f"{worker_id} reports {least} of {figure}", WAIT_S)
 
 
 class Asking:

@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,6 +20,7 @@ import pytest
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.monitoring import check, labels_of, panels, rules
 from tests.support.serve.server import Server, serving
+from tests.support.waiting import LONG_S, wait_until
 
 WORKERS = {"kvstore-0", "kvstore-1", "prefill-0", "prefill-1", "decode-0", "decode-1"}
 NUM_CLIENTS, NUM_OF_EACH = 64, 4
@@ -77,7 +77,7 @@ def stream(
     }
     ids: list[int] = []
     ends: list[str] = []
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as reply:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=LONG_S) as reply:
         if reply.status_code != 200:
             reply.read()
             return {"ids": ids, "ends": [f"status {reply.status_code}"], "text": reply.text}
@@ -98,14 +98,6 @@ def stream(
             if stop_after is not None and len(ids) >= stop_after:
                 return {"ids": ids, "ends": ["abort"], "text": ""}
     return {"ids": ids, "ends": ends, "text": ""}
-
-
-def wait_until(holds: Any, seconds: float, what: str) -> None:
-    """Wait for a condition that other processes bring about."""
-    pause, deadline = threading.Event(), time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        pause.wait(0.2)
 
 
 def idle_and_whole(server: Server) -> bool:
@@ -141,7 +133,7 @@ def test_workers_are_processes_of_their_own(server: Server) -> None:
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0", "kvstore-0"])
 def test_kill_9_in_mid_stream(server: Server, calm: list[list[int]], victim: str) -> None:
     """Streams are open when it dies. A prefill worker dies with prompts that it was given."""
-    wait_until(lambda: idle_and_whole(server), 60, "all workers up and idle")
+    wait_until(lambda: idle_and_whole(server), "all workers up and idle")
     prompts, late, given = STREAMED, list[list[int]](), "prefill" not in victim
     pid, begun = server.pid_of(victim), threading.Semaphore(0)
     with ThreadPoolExecutor(len(prompts) + MOST_LATE) as pool:
@@ -149,7 +141,7 @@ def test_kill_9_in_mid_stream(server: Server, calm: list[list[int]], victim: str
             pool.submit(stream, server, tokens, MANY_TOKENS, begun=begun) for tokens in prompts
         ]
         for _ in prompts:
-            assert begun.acquire(timeout=30)
+            assert begun.acquire(timeout=LONG_S)
         if not given:
             os.kill(pid, signal.SIGSTOP)
         while not given and len(late) < MOST_LATE:  # the other one may be faster at first
@@ -161,7 +153,7 @@ def test_kill_9_in_mid_stream(server: Server, calm: list[list[int]], victim: str
             given = not all(begun.acquire(timeout=5) for _ in some)
         os.kill(pid, signal.SIGKILL)
         assert given, "it was given no prompt"
-        found = [answer.result(120) for answer in answers]
+        found = [answer.result(LONG_S) for answer in answers]
     late_calm = [stream(server, tokens, FEW_TOKENS)["ids"] for tokens in late]
     for answer, expected in zip(found, calm + late_calm, strict=True):
         assert len(answer["ends"]) == 1, answer
@@ -171,13 +163,13 @@ def test_kill_9_in_mid_stream(server: Server, calm: list[list[int]], victim: str
             assert answer["ids"] == expected[: len(answer["ids"])]
     assert all(answer["ends"] == ["length"] for answer in found), "a loss is only a pause"
     assert stream(server, prompts[0], MANY_TOKENS)["ids"] == calm[0]
-    wait_until(lambda: idle_and_whole(server), 60, "restarted, idle, no block held")
+    wait_until(lambda: idle_and_whole(server), "restarted, idle, no block held")
     assert server.pid_of(victim) != pid
-    assert not psutil.pid_exists(pid)
+    wait_until(lambda: not psutil.pid_exists(pid), "it is reaped")
 
 
 def test_64_clients_with_random_aborts(server: Server) -> None:
-    wait_until(lambda: idle_and_whole(server), 60, "all workers up and idle")
+    wait_until(lambda: idle_and_whole(server), "all workers up and idle")
     ends: list[str] = []
 
     def client(number: int) -> None:
@@ -197,12 +189,12 @@ def test_64_clients_with_random_aborts(server: Server) -> None:
             future.result()
     assert set(ends) <= {"length", "abort"}, {end: ends.count(end) for end in set(ends)}
     assert len(ends) == NUM_CLIENTS * NUM_OF_EACH
-    wait_until(lambda: idle_and_whole(server), 30, "idle, no block held")
+    wait_until(lambda: idle_and_whole(server), "idle, no block held")
     assert memory_of(server) < before + 300 * 2**20
 
 
 def test_workers_outlive_their_fork_server_and_start_again_without_it(server: Server) -> None:
-    wait_until(lambda: idle_and_whole(server), 60, "all workers up and idle")
+    wait_until(lambda: idle_and_whole(server), "all workers up and idle")
     own = psutil.Process(server.process.pid).children()
     lasting = [each for each in own if each.status() != psutil.STATUS_ZOMBIE]
     [forks] = [each for each in lasting if "fork_server" in " ".join(each.cmdline())]
@@ -211,14 +203,14 @@ def test_workers_outlive_their_fork_server_and_start_again_without_it(server: Se
     expected = stream(server, prompt(64, 3), MANY_TOKENS)["ids"]
     forks.kill()
     assert stream(server, prompt(64, 3), MANY_TOKENS)["ids"] == expected
-    wait_until(lambda: "fork server has ended" in server.output, 10, "the log says so")
+    wait_until(lambda: "fork server has ended" in server.output, "the log says so")
     os.kill(pid, signal.SIGKILL)
 
     def pids() -> set[int]:
         return {worker["pid"] for worker in server.status()["workers"]}
 
-    wait_until(lambda: pid not in pids(), 60, "its loss is known")
-    wait_until(lambda: idle_and_whole(server), 60, "restarted by itself")
+    wait_until(lambda: pid not in pids(), "its loss is known")
+    wait_until(lambda: idle_and_whole(server), "restarted by itself")
     assert stream(server, prompt(64, 3), MANY_TOKENS)["ids"] == expected
 
 
@@ -240,10 +232,10 @@ def test_dashboard_and_alerts_ask_for_what_these_processes_show(server: Server) 
     """Every series and label of every expression is in what Prometheus would scrape here."""
     answer = stream(server, prompt(300, 2), 20)
     assert answer["ends"] == ["length"]
-    wait_until(lambda: idle_and_whole(server), 60, "all workers up and idle")
-    wait_until(lambda: server.status()["replicas"], 60, "a look at the load")
+    wait_until(lambda: idle_and_whole(server), "all workers up and idle")
+    wait_until(lambda: server.status()["replicas"], "a look at the load")
     urls = [server.url, *(worker["health_url"] for worker in server.status()["workers"])]
-    shown = labels_of(*(httpx.get(f"{url}/metrics", timeout=30).text for url in urls))
+    shown = labels_of(*(httpx.get(f"{url}/metrics", timeout=LONG_S).text for url in urls))
     assert "mooncake_build_info" in shown
     assert {"version", "revision", "role", "layout"} < shown["mooncake:build_info"]
     for expression in [

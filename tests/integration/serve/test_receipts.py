@@ -44,7 +44,7 @@ def test_a_call_is_explained_and_its_choice_made_again(tmp_path: Path) -> None:
             for own in ({SLO_TTFT: "1"}, {SLO_TTFT: "3600000", SLO_TBT: "3600000"})
         )
         refused = mooncake("explain", late.headers["x-mooncake-receipt"], "--url", server.url)
-        metrics = httpx.get(f"{server.url}/metrics").text
+        metrics = server.text("/metrics")
         shown = mooncake("explain", name, "--url", server.url)
         told = mooncake("explain", replies[1].json()["id"], "--url", server.url, "--json")
         file = tmp_path / "bundle.json"

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
+from tests.support.waiting import LONG_S
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -29,7 +30,6 @@ PAUSE_S = 0.2
 """Between two questions of a client: processes that start beside them need the cores, too."""
 NUM_BETWEEN = 3
 """Answers between two restarts."""
-WAIT_S = 120.0
 
 
 class Load:
@@ -49,14 +49,14 @@ class Load:
     def wait_for(self, count: int) -> None:
         """Wait for so many more answers."""
         for _ in range(count):
-            assert self._answered.acquire(timeout=WAIT_S), self.wrong
+            assert self._answered.acquire(timeout=LONG_S), self.wrong
 
     def close(self) -> None:
         """Wait for those that are under way."""
         self._stop.set()
-        for asking in self._asking:
-            asking.result(WAIT_S)
-        self._pool.shutdown()
+        with self._pool:
+            for asking in self._asking:
+                asking.result(LONG_S)
 
     def _ask(self, number: int) -> None:
         while not self._stop.wait(PAUSE_S):
@@ -80,7 +80,7 @@ def _complete(url: str) -> list[int] | str | None:
     ids: list[int] = []
     is_accepted = False
     try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=WAIT_S) as reply:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=LONG_S) as reply:
             if reply.status_code == 503:
                 return None
             is_accepted = True

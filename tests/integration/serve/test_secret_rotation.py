@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
 
-from mooncake.launch.host.secrets.secret_file import LOOK_S
 from tests.integration.serve.test_rolling_restart import PROMPT, SMALL, Load
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SETTLE_S = 5 * LOOK_S
-"""Within which all processes have read a new file, some of them a copy of it."""
 WORKERS = {"prefill-0", "decode-0", "kvstore-0"}
+USED = "cluster-secret-file: .* has been read again and is used now"
+NUM_PROCESSES = 1 + len(WORKERS)
+"""Those that read the file, or a copy of it, and say so: the gateway and the workers."""
 
 
 def test_a_new_secret_takes_the_place_of_the_old_one_under_load(tmp_path: Path) -> None:
@@ -31,9 +30,10 @@ def test_a_new_secret_takes_the_place_of_the_old_one_under_load(tmp_path: Path) 
         pids = server.wait_for_workers(WORKERS)
         load = Load([server.url], server.complete(PROMPT, 40))
         try:
-            for secrets in ("old secret\nnew secret\n", "new secret\nold secret\n", "new secret\n"):
+            three = ("old secret\nnew secret\n", "new secret\nold secret\n", "new secret\n")
+            for number, secrets in enumerate(three, 1):
                 file.write_text(secrets)
-                threading.Event().wait(SETTLE_S)
+                server.wait_for(USED, number=number * NUM_PROCESSES)
                 load.wait_for(3)
             join = ("--role", "decode", "--join", address, *SMALL[2:])
             with ServerProcess(*join, "--cluster-secret-file", str(file)) as newcomer:

@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,8 +107,8 @@ def test_each_worker_says_on_a_port_of_its_own_how_it_is(server: ServerProcess) 
     assert set(urls) == WORKERS
     assert len(set(urls.values())) == len(urls), "system-given ports of one machine"
     for worker_id, url in urls.items():
-        assert httpx.get(f"{url}/health/ready", timeout=60).json() == {"status": "ok"}
-        assert f'worker="{worker_id}"' in httpx.get(f"{url}/metrics", timeout=60).text
+        assert httpx.get(f"{url}/health/ready", timeout=STOP_S).json() == {"status": "ok"}
+        assert f'worker="{worker_id}"' in httpx.get(f"{url}/metrics", timeout=STOP_S).text
 
 
 def written(path: Path) -> bytes:
@@ -155,7 +154,7 @@ def test_the_cluster_gives_the_tokens_of_one_process(
 def test_it_passes_what_the_conformance_suite_can_ask_over_http(
     server: ServerProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--base-url", server.url, "--prompt-tokens", "400", "--json", "--deadline-s", "120"]
+    words = ["--base-url", server.url, "--prompt-tokens", "400", "--json", "--deadline-s", "240"]
     code = main.run(["conformance", *words])
     verdicts = json.loads(capsys.readouterr().out)["verdicts"]
     results = {verdict["check"]: verdict["result"] for verdict in verdicts}
@@ -256,7 +255,7 @@ def alive(pid: int) -> bool:
 
 
 def test_colocated_needs_no_second_process(checkpoint: Path) -> None:
-    words = (*SMALL, "--colocated", "--shutdown-timeout", "120")
+    words = (*SMALL, "--colocated", "--shutdown-timeout", "600")
     with ServerProcess(str(checkpoint), *words, forked=False) as server:
         server.wait_until_serving()
         assert set(server.worker_pids().values()) == {server.process.pid}
@@ -270,11 +269,14 @@ def check_drain(server: ServerProcess) -> None:
     """SIGTERM in the middle of an answer: it is finished, who comes now is told when to come back,
     and the server ends.
     """
-    body = {"prompt": PROMPT, "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
-    ask = {"json": body | {"stream": True, "return_token_ids": True}, "timeout": 120}
+    body = {"prompt": PROMPT, "max_tokens": 6000, "temperature": 0, "ignore_eos": True}
+    ask = {"json": body | {"stream": True, "return_token_ids": True}, "timeout": STOP_S}
     events: list[dict[str, Any]] = []
     refused: list[httpx.Response] = []
-    with httpx.stream("POST", f"{server.url}/v1/completions", **ask) as reply:
+    with (
+        httpx.Client(timeout=STOP_S, headers={"connection": "close"}) as late_client,
+        httpx.stream("POST", f"{server.url}/v1/completions", **ask) as reply,
+    ):
         for line in reply.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -283,15 +285,15 @@ def check_drain(server: ServerProcess) -> None:
                 server.process.send_signal(signal.SIGTERM)
                 server.wait_for("stopping; running requests may finish")
                 for path in ("/v1/completions", "/v1/chat/completions"):
-                    refused.append(httpx.post(server.url + path, json=DRAINED[path], timeout=60))
-                refused.append(httpx.get(f"{server.url}/health", timeout=60))
+                    refused.append(late_client.post(server.url + path, json=DRAINED[path]))
+                refused.append(late_client.get(f"{server.url}/health"))
     assert [event for event in events if "error" in event] == []
     choices = [choice for event in events for choice in event["choices"]]
-    assert sum(len(choice.get("token_ids") or []) for choice in choices) == 3000
+    assert sum(len(choice.get("token_ids") or []) for choice in choices) == 6000
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
     assert [late.status_code for late in refused] == [503] * 3
     assert all(int(late.headers["retry-after"]) > 0 for late in refused)
-    assert server.process.wait(60) == 0, server.output
+    assert server.process.wait(STOP_S) == 0, server.output
     assert "Traceback" not in server.output
 
 
@@ -341,7 +343,7 @@ def test_keys_change_while_it_runs(checkpoint: Path, tmp_path: Path) -> None:
 
     def status_of(name: str) -> int:
         headers = {"Authorization": f"Bearer sk-{name}"}
-        return httpx.get(f"{server.url}/v1/models", headers=headers, timeout=60).status_code
+        return httpx.get(f"{server.url}/v1/models", headers=headers, timeout=STOP_S).status_code
 
     write("alice")
     words = (*SMALL, "--colocated", "--api-keys-file", str(path))
@@ -350,20 +352,17 @@ def test_keys_change_while_it_runs(checkpoint: Path, tmp_path: Path) -> None:
         assert (status_of("alice"), status_of("bob")) == (200, 401)
         write("alice", "bob")
         server.process.send_signal(signal.SIGHUP)
-        server.wait_for("api-keys-file: 2 keys read", 60)
+        server.wait_for("api-keys-file: 2 keys read")
         assert (status_of("alice"), status_of("bob")) == (200, 200)
         num_read = sum("2 keys read" in line for line in server.lines)
         server.process.send_signal(signal.SIGHUP)  # this alone, as the file is what it was
-        pause, end_s = threading.Event(), time.monotonic() + 60
-        while sum("2 keys read" in line for line in server.lines) == num_read:
-            assert time.monotonic() < end_s, "a signal has it read again"
-            pause.wait(0.05)
+        server.wait_for("api-keys-file: 2 keys read", number=num_read + 1)
         path.write_text("keys: 7")
         server.process.send_signal(signal.SIGHUP)
-        server.wait_for("the keys stay as they were: api-keys-file: .*must hold `keys:`", 60)
+        server.wait_for("the keys stay as they were: api-keys-file: .*must hold `keys:`")
         assert (status_of("alice"), status_of("bob")) == (200, 200)
         write("bob", "carl", "dave")  # and nobody says so
-        server.wait_for("api-keys-file: 3 keys read", 60)
+        server.wait_for("api-keys-file: 3 keys read")
         assert (status_of("alice"), status_of("bob")) == (401, 200)
 
 

@@ -5,8 +5,6 @@ in a bucket.
 from __future__ import annotations
 
 import random
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,10 @@ import pytest
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.kvstore.s3_server import BUCKET, s3_server
 from tests.support.serve.server import Server, serving
+from tests.support.waiting import wait_until
 
 NUM_TOKENS = 700
 NUM_PROMPTS = 3
-WAIT_S = 60.0
 
 
 def below(server: Server, tier: str) -> float:
@@ -63,10 +61,7 @@ def check(tmp_path: Path, tier: str, *storage: str) -> None:
             yield said["choices"][0]["token_ids"], said["usage"]["prompt_tokens_details"]
 
     def wait_for(server: Server, number: int) -> None:
-        deadline, pause = time.monotonic() + WAIT_S, threading.Event()
-        while below(server, tier) < number:
-            assert time.monotonic() < deadline, f"{number} blocks are not there: {tier}"
-            pause.wait(0.1)
+        wait_until(lambda: below(server, tier) >= number, f"{number} blocks are in {tier}")
 
     with serving(*words, log=tmp_path / "log0") as server:
         first = list(answers(server))

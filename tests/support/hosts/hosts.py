@@ -51,7 +51,7 @@ _POST = """
 import sys, urllib.request
 url, body = sys.argv[1:]
 asked = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"})
-print(urllib.request.urlopen(asked, timeout=100).read().decode())
+print(urllib.request.urlopen(asked, timeout=240).read().decode())
 """
 
 
@@ -89,7 +89,7 @@ class Program:
         of = self.process.pid  # of the program that entered the host, whose one child is this one
         os.kill(int(Path(f"/proc/{of}/task/{of}/children").read_text()), number)
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 90.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 240.0) -> int:
         """Send it a signal, and return its exit code."""
         self.send(number)
         return self.process.wait(seconds)
@@ -172,11 +172,11 @@ class Host:
     def post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Post JSON from this host, and return the JSON that comes back."""
         answer: dict[str, Any] = json.loads(
-            self.check(sys.executable, "-c", _POST, url, json.dumps(body), seconds=120.0)
+            self.check(sys.executable, "-c", _POST, url, json.dumps(body), seconds=300.0)
         )
         return answer
 
-    def check(self, *words: str, seconds: float = 60.0) -> str:
+    def check(self, *words: str, seconds: float = 240.0) -> str:
         """Run a program to its end and return what it said.
 
         Raises:

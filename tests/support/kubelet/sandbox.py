@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.kubelet.api import Object
+from tests.support.waiting import LONG_S
 
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 SHM_BYTES = 64 * 2**20
@@ -156,7 +157,7 @@ class Process:
     def end(self) -> None:
         """Kill what is left of it."""
         self.signal(signal.SIGKILL)
-        self._process.wait(30.0)
+        self._process.wait(LONG_S)
 
 
 def _catches(pid: int, number: int) -> bool:

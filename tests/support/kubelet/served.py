@@ -18,6 +18,7 @@ import yaml
 from tests.support.kubelet.cluster import Cluster
 from tests.support.kubelet.sandbox import Image
 from tests.support.serve.server_process import nano_checkpoint
+from tests.support.waiting import LONG_S
 
 TOP = Path(__file__).parents[3]
 CHART = TOP / "charts" / "mooncake"
@@ -106,7 +107,7 @@ def streamed(
     with ExitStack() as opened:
         signed = {"Authorization": f"Bearer {key}"} if key else {}
         client = opened.enter_context(
-            httpx.Client(verify=trusted or True, timeout=120.0, headers=signed)
+            httpx.Client(verify=trusted or True, timeout=LONG_S, headers=signed)
         )
         named = {"sni_hostname": name} if name else None
         stream = client.stream("POST", f"{url}/v1/completions", json=body, extensions=named)

@@ -4,6 +4,7 @@ they come.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,8 +41,7 @@ from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.telemetry.events import EventList
 from tests.support.serve.watched_workers import WatchedWorkers
-
-ANSWER_S = 120.0
+from tests.support.waiting import LONG_S, wait_until
 
 
 class Answer:
@@ -59,14 +59,14 @@ class Answer:
     def wait_for_tokens(self, count: int) -> None:
         """Return once so many tokens have come."""
         while len(self.tokens) < count:
-            event = self._events.get(timeout=ANSWER_S)
+            event = self._events.get(timeout=LONG_S)
             assert isinstance(event, RequestOutput), f"ended too early: {event}"
             self._keep(event)
 
     def final(self) -> FinalEvent:
         """Return the end, all tokens collected."""
         while True:
-            event = self._events.get(timeout=ANSWER_S)
+            event = self._events.get(timeout=LONG_S)
             if isinstance(event, FinalEvent):
                 return event
             self._keep(event)
@@ -143,18 +143,13 @@ class ModelCluster:
 
     def gateway(self, work: Callable[[Any, float], Any]) -> Any:
         """Run `work(gateway, now)` in the gateway's thread."""
-        return self._gateway.call(work).result(ANSWER_S)
+        return self._gateway.call(work).result(LONG_S)
 
     def _wait_until_all_are_up(self) -> None:
         def num_up(gateway: Any, now: float) -> int:
             return sum(worker.state == "up" for worker in gateway.status(now).workers)
 
-        pause = threading.Event()
-        for _ in range(600):
-            if self.gateway(num_up) == len(self._settings):
-                return
-            pause.wait(0.02)
-        raise AssertionError("not all workers came up")
+        wait_until(lambda: self.gateway(num_up) == len(self._settings), "all workers up")
 
     def submit(self, request: GenerateRequest) -> Answer:
         """Send a request; its events gather in the answer."""
@@ -178,15 +173,39 @@ class ModelCluster:
                 )
         return total
 
-    def kill_what_decodes(self) -> None:
-        """End a decode worker that has a sequence, as a crash would."""
+    def wait_until_pooled(self, num_blocks: int) -> None:
+        """Return once the gateway knows that the pool has so many blocks: they are put there
+        beside what else goes on.
+        """
+
+        def are_there(gateway: Any, now: float) -> bool:
+            return bool(gateway.status(now).pool.num_used_blocks >= num_blocks)
+
+        wait_until(lambda: self.gateway(are_there), f"{num_blocks} blocks are in the pool")
+
+    def submit_and_lose(
+        self, made: Callable[[int], GenerateRequest], num_tokens: int = 3
+    ) -> Answer:
+        """Submit a request, and end the decode worker that has it after so many tokens, as a crash
+        would. One that has ended by then is followed by another: `made` is given its number.
+        """
+        for number in itertools.count():
+            answer = self.submit(made(number))
+            answer.wait_for_tokens(num_tokens)
+            if self._killed_what_decodes():
+                return answer
+            answer.final()
+        raise AssertionError("unreachable")
+
+    def _killed_what_decodes(self) -> bool:
+        """End a decode worker that has a sequence; return whether there was one."""
         for worker_id in self.workers.worker_ids:
             if worker_id.startswith(Role.DECODE.value) and self.workers.call(
                 worker_id, lambda machine, _: machine.instance.load().num_running
             ):
                 self.workers.kill(worker_id)
-                return
-        raise AssertionError("no decode worker has a sequence")
+                return True
+        return False
 
     def checksums(self, worker_id: str, tokens: Sequence[int]) -> list[int]:
         """Return the checksum of each leading block of `tokens` that an engine holds."""
@@ -204,7 +223,7 @@ class ModelCluster:
         self.workers.check_integrity()
         self.workers.stop()
         self._gateway.stop()
-        self._thread.join(ANSWER_S)
+        self._thread.join(LONG_S)
         for model in self._models.values():
             model.close()
 

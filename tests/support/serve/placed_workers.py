@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import threading
 from typing import Any
 
@@ -19,6 +18,7 @@ from mooncake.base import MooncakeError
 from mooncake.launch.cluster.ray_machines.ray_node import OwnRaylet
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.secrets.credentials import keep_ray_token_private
+from tests.support.ports import free_port
 from tests.support.serve.plain_settings import worker_settings
 
 NUM_GPUS = 4
@@ -103,10 +103,8 @@ def main() -> None:
 
     worker: Any = Shown
     ray_cluster.WorkerActor = worker
-    ray_cluster.PLACE_S = 2.0
     keep_ray_token_private()
-    with socket.create_server((LOOPBACK, 0)) as free:
-        address = f"{LOOPBACK}:{free.getsockname()[1]}"
+    address = f"{LOOPBACK}:{free_port()}"
     with contextlib.closing(OwnRaylet(address, LOOPBACK, lambda: False, head=True)):
         ray_cluster.connect(address)
         try:

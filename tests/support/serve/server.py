@@ -18,9 +18,10 @@ import httpx
 import psutil
 
 from tests.support.serve import forked_program
+from tests.support.waiting import LONG_S
 
 START_S = 300.0
-STOP_S = 60.0
+STOP_S = 240.0
 _SERVING = re.compile(r"serving \S+ on (http://\S+)/v1")
 
 
@@ -39,7 +40,7 @@ class Server:
             words = ("serve", "--port", "0", *args)
             self.process = forked_program.start(words, environment, out.fileno())
         self.url = self._wait_until_serving()
-        self.client = httpx.Client(base_url=self.url, timeout=120.0)
+        self.client = httpx.Client(base_url=self.url, timeout=LONG_S)
 
     @property
     def output(self) -> str:
@@ -94,7 +95,7 @@ class Server:
         children = self.descendants()
         self.process.send_signal(signal.SIGINT)
         self.process.wait(STOP_S)
-        _, alive = psutil.wait_procs(children, timeout=10)
+        _, alive = psutil.wait_procs(children, timeout=60)
         return [process.pid for process in alive]
 
     def kill(self) -> None:

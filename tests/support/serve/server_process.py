@@ -18,9 +18,10 @@ from typing import Any
 
 from mooncake.launch.host.processes.descendants import Descendants
 from tests.support.serve import forked_program
+from tests.support.waiting import LONG_S
 
 START_S = 240.0
-STOP_S = 90.0
+STOP_S = 240.0
 POLL_S = 0.05
 
 
@@ -77,14 +78,14 @@ class ServerProcess:
 
     def text(self, path: str) -> str:
         """Return what is at `path`."""
-        with urllib.request.urlopen(self.url + path, timeout=60) as response:
+        with urllib.request.urlopen(self.url + path, timeout=LONG_S) as response:
             return str(response.read().decode())
 
     def get(self, path: str) -> Any:
         """Return the JSON document at `path`."""
         return json.loads(self.text(path))
 
-    def post(self, path: str, body: dict[str, Any], seconds: float = 120) -> Any:
+    def post(self, path: str, body: dict[str, Any], seconds: float = LONG_S) -> Any:
         """Post `body` and return the JSON that comes back."""
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}

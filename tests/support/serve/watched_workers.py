@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mooncake.launch.cluster.colocated import END_S, LocalCluster
+from mooncake.launch.cluster.colocated import LocalCluster
+from tests.support.waiting import LONG_S
 
 
 class WatchedWorkers(LocalCluster):
@@ -13,7 +14,7 @@ class WatchedWorkers(LocalCluster):
 
     def call(self, worker_id: str, work: Callable[[Any, float], Any]) -> Any:
         """Run `work(machine, now)` in a worker's thread and return what it returns."""
-        return self._workers[worker_id].driver.call(work).result(END_S)
+        return self._workers[worker_id].driver.call(work).result(LONG_S)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when any worker lost or double-counts a resource."""
