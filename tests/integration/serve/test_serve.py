@@ -269,7 +269,7 @@ def check_drain(server: ServerProcess) -> None:
     """SIGTERM in the middle of an answer: it is finished, who comes now is told when to come back,
     and the server ends.
     """
-    body = {"prompt": PROMPT, "max_tokens": 6000, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
     ask = {"json": body | {"stream": True, "return_token_ids": True}, "timeout": STOP_S}
     events: list[dict[str, Any]] = []
     refused: list[httpx.Response] = []
@@ -289,7 +289,7 @@ def check_drain(server: ServerProcess) -> None:
                 refused.append(late_client.get(f"{server.url}/health"))
     assert [event for event in events if "error" in event] == []
     choices = [choice for event in events for choice in event["choices"]]
-    assert sum(len(choice.get("token_ids") or []) for choice in choices) == 6000
+    assert sum(len(choice.get("token_ids") or []) for choice in choices) == 3000
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
     assert [late.status_code for late in refused] == [503] * 3
     assert all(int(late.headers["retry-after"]) > 0 for late in refused)
