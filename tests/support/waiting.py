@@ -9,7 +9,7 @@ from typing import TypeVar
 
 LONG_S = 240.0
 """More than anything here takes on a busy machine. It only ends tests that would hang."""
-_LOOK_S = 0.02
+_LOOK_S = 0.1
 T = TypeVar("T")
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from mooncake.model.checkpoint.making.presets import init_checkpoint
-from tests.integration.serve.test_real_processes import num_held, prompt, stream, wait_until
+from tests.integration.serve.test_real_processes import num_held, prompt, stream
 from tests.support.serve.server import Server, serving
+from tests.support.waiting import wait_until
 
 NUM_PAGES = 180
 LONG, SHORT = 7000, 100
@@ -66,7 +67,7 @@ def wait_for_pages(server: Server, writer_pid: int) -> None:
             os.kill(writer_pid, signal.SIGSTOP)
         return num_rested(server) > NUM_PAGES / 2
 
-    wait_until(are_back, 120, "the pages are back")
+    wait_until(are_back, "the pages are back")
 
 
 @pytest.mark.slow
@@ -83,11 +84,10 @@ def test_the_cluster_moves_on_and_a_late_writer_harms_nothing(
         serving(str(model), *args, log=tmp_path / "log") as server,
         ThreadPoolExecutor(4) as pool,
     ):
-        wait_until(lambda: is_whole(server), 120, "all workers up")
+        wait_until(lambda: is_whole(server), "all workers up")
         long = pool.submit(stream, server, prompt(LONG, 1), 8)
-        wait_until(lambda: pushing_prefill(server, transport) is not None, 120, "a push has begun")
-        victim = pushing_prefill(server, transport)
-        assert victim is not None, "the stop came too late"
+        victim = wait_until(lambda: pushing_prefill(server, transport), "a push has begun")
+        assert victim is not None
         pid = server.pid_of(victim)
         os.kill(pid, signal.SIGSTOP)
         assert not long.done(), "the stop came too late"
@@ -96,15 +96,15 @@ def test_the_cluster_moves_on_and_a_late_writer_harms_nothing(
                 worker["id"] != victim or worker["state"] != "up"
                 for worker in server.status()["workers"]
             ),
-            120, "the worker was given up",
-        )  # fmt: skip
+            "the worker was given up",
+        )
         wait_for_pages(server, pid)
         short = [pool.submit(stream, server, prompt(SHORT, 10 + n), 8) for n in range(3)]
         answers = [each.result(300) for each in (*short, long)]  # while the writer is still stopped
         os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: is_whole(server), 300, "all workers up and holding nothing")
+        wait_until(lambda: is_whole(server), "all workers up and holding nothing")
         prompts = [*(prompt(SHORT, 10 + n) for n in range(3)), prompt(LONG, 1)]
         for found, tokens in zip(answers, prompts, strict=True):
             assert found["ends"] == ["length"]
             assert found["ids"] == stream(server, tokens, 8)["ids"]
-        wait_until(lambda: is_whole(server), 120, "pages are level")
+        wait_until(lambda: is_whole(server), "pages are level")
