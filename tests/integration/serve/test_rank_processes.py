@@ -260,6 +260,10 @@ def flags_of(shapes: dict[str, Shape]) -> list[str]:
     return [*flags, *(["-ep"] if shares else []), "--experts", str(experts)]
 
 
+def await_end(processes: list[psutil.Process]) -> None:
+    wait_until(lambda: not any(each.is_running() for each in processes), f"{processes} to end")
+
+
 def check_who_is_slow(
     server: Server, alone: dict[tuple[int, ...], list[int]], quick: str, slow: str
 ) -> None:
@@ -340,7 +344,7 @@ def test_workers_that_share_experts(
                 found = [answer.result(LONG_S) for answer in answers]
             assert [answer["ends"] for answer in found] == [["length"]] * len(streaming)
             assert [answer["ids"] for answer in found] == [alone[tuple(each)] for each in streaming]
-            wait_until(lambda: not any(each.is_running() for each in workers), "both end")  # noqa: B023
+            await_end(workers)
         if backend == "shm":
             told = "decode-1, which shares experts with this worker, has said nothing"
             wait_until(lambda: told in server.output, "the one that stood still is named")
@@ -399,7 +403,7 @@ def test_attention_and_experts_apart(
             found = [answer.result(LONG_S) for answer in answers]
         assert [answer["ends"] for answer in found] == [["length"]] * len(streaming)
         assert [answer["ids"] for answer in found] == [alone[tuple(each)] for each in streaming]
-        wait_until(lambda: not any(each.is_running() for each in workers), "all end")
+        await_end(workers)
         wait_until(all_up, "all workers up again")
 
 
