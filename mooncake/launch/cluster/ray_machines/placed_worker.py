@@ -29,8 +29,8 @@ from mooncake.launch.cluster.supervision.worker_handle import (
     Leave,
     connected,
     end_left,
-    is_running,
     place_of,
+    running_at,
 )
 from mooncake.launch.cluster.workers import joining_workers
 from mooncake.launch.config.cluster_file import ClusterFile, Machine, read_cluster_file
@@ -80,9 +80,9 @@ def begin(role: Role, worker_id: str) -> tuple[Path, Begin]:
     )  # fmt: skip
 
 
-def held(worker_ids: Iterable[str]) -> list[str]:
-    """Return which of these workers run on this machine."""
-    return [worker_id for worker_id in worker_ids if is_running(_place(worker_id))]
+def held(worker_ids: Iterable[str]) -> dict[str, str]:
+    """Return which of these workers run on this machine, and their GPUs."""
+    return running_at({worker_id: _place(worker_id) for worker_id in worker_ids})
 
 
 def leave(worker_ids: Iterable[str], limit_s: float, hurries: Callable[[], bool]) -> None:

@@ -14,12 +14,11 @@ import dataclasses
 import importlib
 import logging
 import os
-import socket
-import ssl
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import ray
@@ -35,8 +34,9 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from mooncake.base import ConfigError, MooncakeError, Role, Unreachable
+from mooncake.base import ConfigError, MooncakeError, Role
 from mooncake.launch.cluster.facts import without_secret
+from mooncake.launch.cluster.ray_machines.ray_port import reach
 from mooncake.launch.cluster.supervision.attendant import Attendant, State
 from mooncake.launch.cluster.supervision.supervisor import End, How, Keeper
 from mooncake.launch.cluster.supervision.worker_handle import Begin, fingerprint, place_of
@@ -53,12 +53,11 @@ _groups: Any = importlib.import_module("ray.util.placement_group")
 """Ray declares no types for these."""
 
 NAMESPACE = "mooncake"
-CONNECT_S = 10.0
-"""Ray must answer within this time."""
 HOLDERS_S = 60.0
 """A machine may take this long to start a process that says which workers run there."""
 PLACE_S = 10.0
 """Ray may take this long to reserve what a worker needs."""
+POLL_S = 0.1
 HERE_SHARE = 0.001
 """Share of the resource that stands for one machine: a bundle that asks for it is placed there."""
 TELL_S = 0.2
@@ -202,23 +201,33 @@ def num_gpus() -> float:
     return sum(float(node["Resources"].get("GPU", 0.0)) for node in _living())
 
 
-def holders(look: Callable[..., list[str]], *words: object) -> dict[str, str]:
-    """Return the nodes of Ray on whose machines workers run already, by their ids. `look` finds
-    those of one machine, by `words`.
+class Held(NamedTuple):
+    """Where a worker runs that nobody looks after."""
+
+    node: str
+    """The node of Ray on its machine."""
+    gpus: str
+    """Those that its process sees, as the variable names them; empty: all that there are."""
+
+
+def holders(look: Callable[..., dict[str, str]], *words: object) -> dict[str, Held]:
+    """Return where workers run already, by their ids. `look` finds those of one machine and their
+    GPUs, by `words`.
 
     Raises:
         MooncakeError: a machine does not say. It may have one, which must not start twice.
     """
     ask: Any = ray.remote(look)
     calls = {}
-    found: dict[str, str] = {}
+    found: dict[str, Held] = {}
     try:
         for node in _living():
             strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             asked = ask.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
             calls[asked.remote(*words)] = node["NodeID"]
         for call, node_id in calls.items():
-            found |= dict.fromkeys(ray.get(call, timeout=HOLDERS_S), node_id)
+            here: dict[str, str] = ray.get(call, timeout=HOLDERS_S)
+            found |= {name: Held(node_id, gpus) for name, gpus in here.items()}
     except RayError as error:
         raise MooncakeError(f"a machine does not say which workers run there: {error}") from error
     return found
@@ -227,62 +236,6 @@ def holders(look: Callable[..., list[str]], *words: object) -> dict[str, str]:
 def _living() -> list[dict[str, Any]]:
     known: Any = ray.nodes
     return [node for node in known() if node["Alive"]]
-
-
-def reach(address: str) -> None:
-    """Raise ConfigError when `address` refuses connections, when only one of the two sides speaks
-    TLS, or when one does not trust the other.
-    """
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    files = environment.ray_tls(os.environ)
-    try:
-        with socket.create_connection((host, int(port)), timeout=CONNECT_S) as plain:
-            if files is None:
-                speaks = _speaks(plain)
-            else:
-                with _client_tls(files).wrap_socket(plain, server_hostname=host) as wrapped:
-                    speaks = _speaks(wrapped)
-    except ssl.SSLError as error:
-        raise _distrust(address, error.reason or str(error)) from error
-    except OSError as error:
-        raise Unreachable(
-            f"no Ray cluster at {address}: {error.strerror or error}; is Ray running there, and is "
-            "this its address?"
-        ) from error
-    if not speaks and files is not None:
-        raise _distrust(address, "it hung up")
-    if not speaks:
-        raise ConfigError(
-            f"ray-address: Ray at {address} does not answer without TLS: set RAY_USE_TLS=1 and "
-            "name certificates of its authority by RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and "
-            "RAY_TLS_CA_CERT"
-        )
-
-
-def _distrust(address: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"ray-address: Ray at {address} and this machine do not trust each other's "
-        f"certificates, or Ray speaks in clear there ({why})"
-    )
-
-
-def _client_tls(files: tuple[str, str, str]) -> ssl.SSLContext:
-    certfile, keyfile, ca_certs = files
-    context = ssl.create_default_context(cafile=ca_certs)
-    context.load_cert_chain(certfile, keyfile, password="")
-    context.set_alpn_protocols(["h2"])
-    return context
-
-
-def _speaks(connection: socket.socket) -> bool:
-    """Return whether the other side sends anything. Ray speaks first, in clear or once TLS is
-    agreed on. A server that asks for a client's certificate refuses it here, not in the handshake.
-    """
-    try:
-        return bool(connection.recv(1))
-    except TimeoutError:
-        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,6 +261,8 @@ class RayKeepers:
     """Whether the workers are those of a cluster that a file describes."""
     nodes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The nodes of Ray on which some of them run already or are to start."""
+    groups: dict[str, PlacementGroup] = dataclasses.field(default_factory=dict)
+    """What `groups_of_held` has set aside for some, until their keepers take it."""
 
     def __call__(self, settings: WorkerSettings, waits: bool) -> Keeper:
         """Return the keeper of a worker, an actor that Ray starts.
@@ -334,7 +289,9 @@ class RayKeepers:
             if here_only:
                 node = ray.get_runtime_context().get_node_id()
             if needs := self._needs(settings):
-                aside = _set_aside(settings.worker_id, needs, node, 0.0 if waits else PLACE_S)
+                aside = self.groups.pop(settings.worker_id, None) or _set_aside(
+                    settings.worker_id, needs, node, 0.0 if waits else PLACE_S
+                )
                 undo.callback(_groups.remove_placement_group, aside)
                 strategy = PlacementGroupSchedulingStrategy(aside, placement_group_bundle_index=0)
             elif node is not None:
@@ -484,17 +441,10 @@ def _set_aside(
     Raises:
         MooncakeError: no node has that much free.
     """
-    bundle = dict(needs)
-    living = _living()
-    nodes = [each["Resources"] for each in living]
-    if node is not None:
-        nodes = [each["Resources"] for each in living if each["NodeID"] == node]
-        if not nodes:
-            raise MooncakeError(f"{worker_id}: the machine chosen for it has just ended")
-        here = nodes[0]
-        names = [name for name in here if name.startswith("node:") and "internal" not in name]
-        bundle[names[0]] = HERE_SHARE
-    group: PlacementGroup = _groups.placement_group([bundle], strategy="STRICT_PACK")
+    nodes = [each["Resources"] for each in _living() if node in (None, each["NodeID"])]
+    if node is not None and not nodes:
+        raise MooncakeError(f"{worker_id}: the machine chosen for it has just ended")
+    group = _group(needs, None if node is None else nodes[0])
     if not wait_s or group.wait(wait_s):
         return group
     _groups.remove_placement_group(group)
@@ -507,3 +457,83 @@ def _set_aside(
         f"{'the nodes have' if node is None else 'this machine has'} {there}, and {free:g} are "
         "free in all"
     )
+
+
+def _group(needs: Mapping[str, float], here: Mapping[str, float] | None = None) -> PlacementGroup:
+    """Have Ray reserve this in one bundle, on the node with the resources `here` (None: any)."""
+    bundle = dict(needs)
+    if here is not None:
+        names = [name for name in here if name.startswith("node:") and "internal" not in name]
+        bundle[names[0]] = HERE_SHARE
+    group: PlacementGroup = _groups.placement_group([bundle], strategy="STRICT_PACK")
+    return group
+
+
+def groups_of_held(
+    workers: Iterable[WorkerSettings], held: Mapping[str, Held]
+) -> dict[str, PlacementGroup]:
+    """Set the GPUs of workers aside for them that run already: if Ray chose, it could give each
+    those of another. Ray chooses among free ones only, so all are taken here, one by one, and those
+    of one worker at a time are free. A worker is left out if another program has one of its GPUs.
+
+    Raises:
+        MooncakeError: Ray cannot be asked now.
+    """
+    running = [(each, held[each.worker_id]) for each in workers if each.worker_id in held]
+    wanted = [(each, at) for each, at in running if each.num_gpus and at.gpus]
+    groups: dict[str, PlacementGroup] = {}
+    if not wanted:
+        return groups
+    with _asking(), contextlib.ExitStack() as undo, contextlib.ExitStack() as failed:
+        failed.callback(lambda: give_back(groups.values()))
+        here = {each["NodeID"]: each["Resources"] for each in _living()}
+        single = _each_gpu({at.node: here[at.node] for _, at in wanted if at.node in here})
+        undo.callback(lambda: give_back(single.values()))
+        for settings, at in wanted:
+            own = [(at.node, gpu) for gpu in at.gpus.split(",")]
+            if not all(each in single for each in own):
+                continue
+            give_back([single.pop(each) for each in own])
+            group = _group({"GPU": settings.num_gpus}, here[at.node])
+            if group.wait(PLACE_S):
+                groups[settings.worker_id] = group
+            else:
+                give_back([group])
+        failed.pop_all()
+    return groups
+
+
+def _each_gpu(
+    resources: Mapping[str, Mapping[str, float]],
+) -> dict[tuple[str, str], PlacementGroup]:
+    """Reserve each free GPU of some nodes by itself; return what is reserved by node and GPU."""
+    look: Any = ray.remote(_seen_gpus)
+    asked = [
+        (node, _group({"GPU": 1.0}, here))
+        for node, here in resources.items()
+        for _ in range(int(here.get("GPU", 0.0)))
+    ]
+    end_s = time.monotonic() + PLACE_S
+    calls = {}
+    with contextlib.ExitStack() as failed:
+        failed.callback(lambda: give_back(group for _, group in asked))
+        for node, group in asked:
+            if not group.wait(max(POLL_S, end_s - time.monotonic())):  # another program has it
+                give_back([group])
+                continue
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+            call = look.options(num_cpus=0, num_gpus=1, max_retries=0, scheduling_strategy=strategy)
+            calls[call.remote()] = node, group
+        names: list[str] = ray.get([*calls], timeout=HOLDERS_S)
+        failed.pop_all()
+    return {(node, name): group for name, (node, group) in zip(names, calls.values(), strict=True)}
+
+
+def _seen_gpus() -> str:
+    return environment.variables().get(environment.SEEN_GPUS, "")
+
+
+def give_back(groups: Iterable[PlacementGroup]) -> None:
+    """Let Ray give to others what was reserved."""
+    for group in groups:
+        _groups.remove_placement_group(group)

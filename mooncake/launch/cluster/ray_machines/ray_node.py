@@ -240,8 +240,14 @@ class _Node:
         there = ray_cluster.nodes()
         held = ray_cluster.holders(placed_worker.held, [each.worker_id for each in workers])
         on_cpus = [each.worker_id for each in workers if not each.num_gpus]
-        nodes = {**held, **spread(on_cpus, held, [*there])}
-        supervisor.resume(workers, ray_cluster.RayKeepers("up", placed=True, nodes=nodes))
+        at = {worker_id: each.node for worker_id, each in held.items()}
+        nodes = {**at, **spread(on_cpus, at, [*there])}
+        groups = ray_cluster.groups_of_held(workers, held)
+        try:
+            keepers = ray_cluster.RayKeepers("up", placed=True, nodes=nodes, groups=groups)
+            supervisor.resume(workers, keepers)
+        finally:
+            ray_cluster.give_back(groups.values())
         looked_s = time.monotonic()
         told = False
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mooncake.base import SystemIds
 from mooncake.identity import Credential
@@ -30,6 +31,9 @@ from mooncake.launch.host.secrets.credentials import secret_file, write_private
 from mooncake.launch.host.secrets.secret_file import SecretFollower
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.telemetry.health import Vitals
+
+if TYPE_CHECKING:
+    from mooncake.launch.cluster.ray_machines.ray_cluster import Held
 
 END_S = 0.5
 """Processes that are left at the end, such as Ray's helpers, get this long to end by themselves."""
@@ -73,8 +77,8 @@ class ProcessWorkers(Workers):
         self._settings: list[WorkerSettings] = []
         """The settings of all workers that there may be."""
         self._follower: LoadFollower | None = None
-        self._held: dict[str, str] = {}
-        """The nodes of Ray on which workers of a killed start run."""
+        self._held: dict[str, Held] = {}
+        """Where workers of a killed start run, by Ray."""
 
     def start(self, gateway_process: GatewayProcess, show: report.Show) -> list[report.WorkerRow]:
         self._thread = threading.Thread(
@@ -153,7 +157,7 @@ class ProcessWorkers(Workers):
         """How long workers wait for another supervisor: not at all if none could find them."""
         return self._config.orphan_timeout if self._kept is not None and self._kept.name else 0.0
 
-    def _keepers(self, show: report.Show, may_run: list[str]) -> Make:
+    def _keepers(self, show: report.Show, may_run: list[WorkerSettings]) -> Make:
         """Return what makes the workers' keepers: threads here, or actors of a Ray cluster.
         `may_run`: the workers that a killed start may have left.
         """
@@ -166,14 +170,16 @@ class ProcessWorkers(Workers):
 
         show("ray", "connecting", 0, 0)
         ray_cluster.connect(config.ray_address)
-        if may_run and not config.stays_here:
+        if may_run and (not config.stays_here or any(each.num_gpus for each in may_run)):
             show("ray", "looking for workers", 0, 0)
-            self._held = ray_cluster.holders(running, run, may_run)
+            names = [each.worker_id for each in may_run]
+            self._held = ray_cluster.holders(running, run, names)
+        groups = ray_cluster.groups_of_held(may_run, self._held)
         show("ray", report.READY, 1, 1)
         return ray_cluster.RayKeepers(
             run, self._own_file, self._orphan_s, here_only=config.stays_here,
             cpus_aside=config.follows_load and not config.stays_here, forks=self._forks,
-            nodes=self._held,
+            nodes={name: each.node for name, each in self._held.items()}, groups=groups,
         )  # fmt: skip
 
     def _start(
@@ -189,7 +195,7 @@ class ProcessWorkers(Workers):
         self._keep(self._secret)
         host = machine_facts.host_name()
         every = cluster_workers(config, plan, own_address, self._secret, host)
-        keepers = self._keepers(show, [each.worker_id for each in every if was_killed])
+        keepers = self._keepers(show, every if was_killed else [])
         self._settings = every
         settings = first_workers(config, self._settings, self._was_left)
         if config.follows_load:

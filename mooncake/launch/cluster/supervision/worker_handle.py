@@ -122,9 +122,31 @@ def is_running(place: Path) -> bool:
     return True
 
 
-def running(run: str, worker_ids: Iterable[str]) -> list[str]:
-    """Return which of these workers of a run have a process on this machine."""
-    return [worker_id for worker_id in worker_ids if is_running(place_of(run, worker_id))]
+def running(run: str, worker_ids: Iterable[str]) -> dict[str, str]:
+    """Return which of these workers of a run have a process on this machine, and their GPUs."""
+    return running_at({worker_id: place_of(run, worker_id) for worker_id in worker_ids})
+
+
+def running_at(places: Mapping[str, Path]) -> dict[str, str]:
+    """Return which of these workers have a process that listens, and which GPUs that sees; empty:
+    all that there are.
+    """
+    return {
+        name: file.read_text() if (file := _gpus_file(place)).exists() else ""
+        for name, place in places.items()
+        if is_running(place)
+    }
+
+
+def _gpus_file(place: Path) -> Path:
+    """Return the file that names the GPUs which the process at `place` sees, if not all."""
+    return place.with_suffix(".gpus")
+
+
+def _forget(place: Path) -> None:
+    """Remove what a process at `place` has left."""
+    place.unlink(missing_ok=True)
+    _gpus_file(place).unlink(missing_ok=True)
 
 
 class WorkerHandle:
@@ -174,7 +196,7 @@ class WorkerHandle:
         """Let go of the process. If it has ended, nothing is left of it."""
         self._connection.close()
         if not is_running(self._place):
-            self._place.unlink(missing_ok=True)
+            _forget(self._place)
 
 
 def start_at(
@@ -191,7 +213,7 @@ def start_at(
     Raises:
         MooncakeError: it is not wanted any more.
     """
-    place.unlink(missing_ok=True)
+    _forget(place)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         # Bound here, so that a supervisor can connect at once.
         listener.bind(str(place))
@@ -199,6 +221,8 @@ def start_at(
         number = listener.fileno()
         path = os.pathsep.join(entry for entry in sys.path if entry)
         environ = {**environment.variables(), "PYTHONPATH": path, **changes}
+        if gpus := environ.get(environment.SEEN_GPUS):
+            _gpus_file(place).write_text(gpus)
         with Path(os.devnull).open("rb") as nothing:
             files = [nothing.fileno(), 1, 2, number]
             forked = fork(["-m", PROGRAM, 3], environ, files, outlives=True, server=forks)
@@ -223,7 +247,7 @@ def end_left(place: Path) -> None:
     if (connection := connected(place)) is not None:
         with connection:
             _kill(connection)
-    place.unlink(missing_ok=True)
+    _forget(place)
 
 
 def _greeted(connection: socket.socket, begin: Begin, limit_s: float | None) -> Told | None:

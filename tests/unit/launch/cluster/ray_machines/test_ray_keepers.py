@@ -21,7 +21,7 @@ from ray.exceptions import (
 from mooncake.base import MooncakeError, Role
 from mooncake.base.parallel import Shape
 from mooncake.launch.cluster.ray_machines import ray_cluster
-from mooncake.launch.cluster.ray_machines.ray_cluster import RayKeeper, RayKeepers
+from mooncake.launch.cluster.ray_machines.ray_cluster import Held, RayKeeper, RayKeepers
 from mooncake.launch.cluster.supervision.supervisor import End, How, Supervisor
 from mooncake.model.options import ModelOptions
 from tests.support.serve.placed_workers import Shown
@@ -198,6 +198,66 @@ def test_what_a_worker_needs_is_set_aside_until_it_has_ended(
         assert fake.groups == group * (2 - number)
     assert fake.stopped == [("decode-0", 7.0, True)] * 2
     assert fake.killed == ["decode-0"] * 2
+
+
+@dataclasses.dataclass(eq=False)
+class Reserved:
+    """What a fake Ray has reserved; no GPUs: it has not that many free."""
+
+    gpus: list[str]
+
+    def wait(self, seconds: float) -> bool:
+        del seconds
+        return bool(self.gpus)
+
+
+class NodeOfRay:
+    """A node whose Ray gives the first GPUs that are free, and the second one to a stranger."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free = ["0", "2", "3", "4", "5"]
+        monkeypatch.setattr(ray_cluster._groups, "placement_group", self._reserve)
+        monkeypatch.setattr(ray_cluster._groups, "remove_placement_group", self._give_back)
+        there = {"NodeID": "5e", "Alive": True, "Resources": {"GPU": 6.0, "node:10.0.0.7": 1.0}}
+        for name, stub in (
+            ("nodes", lambda: [there]),
+            ("remote", lambda _: SimpleNamespace(options=self._options)),
+            ("get", lambda groups, **_: [",".join(each.gpus) for each in groups]),
+        ):
+            monkeypatch.setattr(ray_cluster.ray, name, stub)
+        monkeypatch.setattr(
+            ray_cluster, "PlacementGroupSchedulingStrategy", lambda group, **_: group
+        )
+
+    def _reserve(self, bundles: list[dict[str, float]], strategy: str) -> Reserved:
+        assert strategy == "STRICT_PACK"
+        [bundle] = bundles
+        number = int(bundle["GPU"])
+        given = self.free[:number] if len(self.free) >= number else []
+        self.free = self.free[len(given) :]
+        return Reserved(given)
+
+    def _give_back(self, group: Reserved) -> None:
+        self.free = sorted(self.free + group.gpus)
+        group.gpus = []
+
+    def _options(self, scheduling_strategy: Reserved, **_: Any) -> Any:
+        return SimpleNamespace(remote=lambda: scheduling_strategy)
+
+
+def test_workers_that_run_get_their_own_gpus_unless_a_stranger_has_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = NodeOfRay(monkeypatch)
+    held = {"decode-0": Held("5e", "4,5"), "decode-1": Held("5e", "0,1"), "decode-2": Held("", "")}
+    workers = [worker_settings(worker_id=name, num_gpus=2.0) for name in (*held, "decode-3")]
+    groups: Any = ray_cluster.groups_of_held(workers, held)
+    assert {name: group.gpus for name, group in groups.items()} == {"decode-0": ["4", "5"]}
+    assert node.free == ["0", "2", "3"], "the others may have these"
+    keepers = dataclasses.replace(KEEPERS, groups=dict(groups))
+    fake = FakeRay(monkeypatch)
+    keepers(workers[0], True)
+    assert (fake.groups, keepers.groups) == ([], {}), "what was set aside for it is used"
 
 
 def test_a_pool_node_needs_no_cpu_of_ray() -> None:
