@@ -52,8 +52,8 @@ pytestmark = [
 ]
 
 PROMPTS = [f"{n} quick brown foxes jump over the lazy dog. " * 10 for n in range(2, 6)]
-NUM_TOKENS = 120
-PAUSE_S = 0.5
+NUM_TOKENS = 80
+PAUSE_S = 1.0
 """Between two requests of a client: the machine has other things to do, too."""
 ROTATE = "Step by step"
 GUIDE = ("kubernetes.md", "kubernetes-secrets.md")

@@ -15,7 +15,7 @@ from mooncake.tasks.sample import Sample
 
 NUM_SAMPLES = {"call": 40, "code_4k": 10}
 """Twenty of every other task. Several answers may be wrong, so that none of them decides alone."""
-OF_A_FORM = 10
+OF_A_FORM = 6
 """Samples of each task but `LONG`, whose prompts take seconds, that a form is compared by first."""
 LONG = "code_4k"
 OTHERS = ", other samples"
