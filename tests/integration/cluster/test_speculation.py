@@ -24,7 +24,7 @@ from tests.support.model.eagle3_heads import (
 )
 from tests.support.serve.model_cluster import ModelCluster, model_cluster, request
 
-NUM_TOKENS = 60
+NUM_TOKENS = 40
 SETTINGS: dict[str, Any] = {"max_model_len": 512, "block_size": 32}
 METHODS = ("ngram", "mtp", "eagle3")
 CROWD = [[number, *range(2, 41)] for number in range(6)]
@@ -132,7 +132,7 @@ def test_preemption(model: Path, methods: dict[str, SpeculativeConfig]) -> None:
             model, 0, 1, kvstore=0, speculative_config=speculation, **settings
         ) as cluster:
             asked = [
-                cluster.submit(request(f"r{number}", tokens, 150))
+                cluster.submit(request(f"r{number}", tokens, 100))
                 for number, tokens in enumerate(CROWD)
             ]
             for answer in asked:

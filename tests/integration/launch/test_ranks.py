@@ -24,7 +24,7 @@ from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.options import ModelOptions
 from tests.support.followers import followers, forked_by, forks
 
-NUM_PROMPTS, NUM_OUTPUT = 64, 32
+NUM_PROMPTS, NUM_OUTPUT = 32, 20
 SETTINGS = {
     "dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 512,
     "kv_cache_memory_bytes": "16MiB", "max_num_batched_tokens": 256,

@@ -19,7 +19,7 @@ from tests.support.serve.server_process import ServerProcess, nano_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-NUM_LINES = 100
+NUM_LINES = 40
 COMPLETIONS = "/v1/completions"
 WORDS = ("--port", "0", "--colocated", "--dtype", "float32", "--max-model-len", "512")
 
