@@ -116,6 +116,8 @@ class Inquiries:
         self._channel.send(message.asker.address, self.state(message.asker, message.ticket))
 
     def _on_find(self, message: FindBlocks, now: float) -> None:
+        if self._long_work.refuses(message):
+            return
         tiers: list[Tier | None] = []
 
         def answer(_now: float) -> None:
@@ -127,7 +129,7 @@ class Inquiries:
         def look(keys: Sequence[BlockKey], _now: float) -> None:
             tiers.extend(map(self._tier_of, keys))
 
-        self._long_work.begin(message.keys, look, answer, now)
+        self._long_work.begin(message, message.keys, look, answer, now)
 
     def _tier_of(self, key: BlockKey) -> Tier | None:
         if self._dram.has(key):
@@ -135,6 +137,8 @@ class Inquiries:
         return next(iter(self._tiering.stored_in(key)), None)
 
     def _on_describe(self, message: DescribeBlocks, now: float) -> None:
+        if self._long_work.refuses(message):
+            return
         copies: list[list[BlockCopy]] = []
 
         def answer(_now: float) -> None:
@@ -146,7 +150,7 @@ class Inquiries:
         def look(keys: Sequence[BlockKey], _now: float) -> None:
             copies.extend(map(self._copies, keys))
 
-        self._long_work.begin(message.keys, look, answer, now)
+        self._long_work.begin(message, message.keys, look, answer, now)
 
     def _copies(self, key: BlockKey) -> list[BlockCopy]:
         size, dram = self._dram.block_bytes, self._dram
@@ -159,6 +163,8 @@ class Inquiries:
 
     def _set_pins(self, message: SetPins, num_missing: int, now: float) -> None:
         """Pin what is in DRAM, and promote more of it as long as `num_missing` shrinks."""
+        if self._long_work.refuses(message):
+            return
         meant = message.epoch in ("", self._worker.epoch)
         done: list[bool] = []
 
@@ -173,7 +179,7 @@ class Inquiries:
                 )
                 self._channel.send(message.asker.address, pins)
 
-        self._long_work.begin(message.keys, pin, end, now)
+        self._long_work.begin(message, message.keys, pin, end, now)
 
     def _lifts(
         self, message: SetPins, missing: list[BlockKey], num_missing: int, now: float

@@ -107,7 +107,7 @@ class KvNode:
         self.blocks = NodeBlocks(ports, dram, disks or NoDisks(), self._peers)
         self._puts = PutSessions(ports, self.blocks, self._peers)
         self._pins = PinSessions(ports, self.blocks, self._peers)
-        self._long_work = LongWork()
+        self._long_work = LongWork(channel)
         self._removals = Removals(ports, self.blocks, self._long_work)
         self._inquiries = Inquiries(ports, self.blocks, self._peers, self._long_work)
         self._doubt_s = 0.0

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mooncake.base import BlockKey
-from mooncake.base.messages import Refused
 from mooncake.base.pool_messages import BlocksRemoved, RemoveBlocks
 from mooncake.base.rights import client_key
 from mooncake.kvstore.node.blocks import NodeBlocks, NodePorts
@@ -65,11 +64,9 @@ class Removals:
         waiting = list(self._removals)
         if _is_full(waiting, request, 1) or (client and _is_full(own, request, CLIENT_PART)):
             reason = f"{len(self._removals)} removals wait for the disks of this node: try again"
-            refused = Refused(
-                asker=request.asker, ticket=request.ticket, message=type(request).__name__,
-                reason=reason,
-            )  # fmt: skip
-            self._ports.channel.send(request.asker.address, refused)
+            self._long_work.refuse(request, reason)
+            return
+        if self._long_work.refuses(request):
             return
         removal = _Removal(request)
         self._removals[removal] = None
@@ -83,7 +80,7 @@ class Removals:
             removal.begun = True
             self._settle(removal, ())
 
-        self._long_work.begin(list(dict.fromkeys(request.keys)), remove, answer, now)
+        self._long_work.begin(request, list(dict.fromkeys(request.keys)), remove, answer, now)
 
     def _remove(self, key: BlockKey, removal: _Removal, now: float) -> None:
         """Remove one block, unless it has a hard pin."""

@@ -63,7 +63,7 @@ class PutSessions:
 
     def _grant(self, message: PutStart, now: float) -> Grant | None:
         dram, tiering = self._blocks.dram, self._blocks.tiering
-        wanted = [key for key in message.keys if not tiering.is_near(key)]
+        wanted = tiering.not_near(message.keys)
         head = message.head
         try:
             number = self._ports.transfer.grant()
@@ -78,8 +78,9 @@ class PutSessions:
         self._blocks.keep(grant.kept, head.keep_s, now)
         self._counters["puts"] += 1
         self._counters["blocks_granted"] += len(granted)
-        refused = sum(not (dram.is_known(key) or tiering.stored_in(key)) for key in message.keys)
-        self._counters["blocks_refused"] += refused
+        if len(granted) < len(message.keys):
+            left = [key for key in message.keys if not dram.is_known(key)]
+            self._counters["blocks_refused"] += sum(not tiering.stored_in(key) for key in left)
         if not granted:
             if number:
                 self._ports.transfer.revoke(number)

@@ -153,12 +153,15 @@ class Tiering:
         """Return whether a block can be loaded: a tier holds it, and DRAM does not know it."""
         return not self.dram.is_known(key) and any(tier.can_load(key) for tier in self.lower)
 
-    def is_near(self, key: BlockKey) -> bool:
-        """Return whether a disk of this node has a block that DRAM does not know. A block that is
-        only in a bucket is taken into DRAM when a worker has it.
+    def not_near(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Return the blocks without those that a disk of this node has and DRAM does not know. A
+        block that is only in a bucket is taken into DRAM when a worker has it.
         """
-        disks = (tier for tier in self.lower if not tier.is_shared)
-        return not self.dram.is_known(key) and any(tier.can_load(key) for tier in disks)
+        far = list(keys)
+        for tier in self.lower:
+            if not tier.is_shared and tier.places.num_stored:
+                far = [key for key in far if self.dram.is_known(key) or not tier.can_load(key)]
+        return far
 
     def _source(self, key: BlockKey) -> LowerTier:
         """Return the tier that a block is loaded from, which is the fastest that can."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mooncake.base.messages import Refused
 from mooncake.base.pool_messages import (
     BlocksDescribed,
     BlocksFound,
@@ -17,8 +18,9 @@ from mooncake.base.pool_messages import (
 )
 from mooncake.base.rights import MAX_KEYS
 from mooncake.kvstore.node import long_work
-from mooncake.kvstore.node.long_work import MAX_BEGUN, PIECE_KEYS, LongWork
+from mooncake.kvstore.node.long_work import MAX_BEGUN, PIECE_KEYS
 from tests.support.kvstore.node_world import NodeWorld, keys, worker
+from tests.support.kvstore.senders import CLIENT
 
 WRITER, READER, OTHER = worker("prefill-0"), worker("decode-0"), worker("decode-1")
 EVERY = keys(*range(MAX_KEYS))
@@ -82,21 +84,33 @@ def test_a_block_that_comes_while_a_removal_is_under_way_is_told_of_once() -> No
     assert answer.removed == [*[False] * (MAX_KEYS - 1), True]
 
 
-def test_work_is_bounded_and_each_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the bound the oldest is finished at once."""
+def test_work_is_bounded_for_each_credential(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the bound a message is refused, and nothing is done for it. A short one is not."""
     monkeypatch.setattr(long_work, "PIECE_KEYS", 2)
-    work, seen, ended = LongWork(), list[bytes](), list[int]()
-    for number in range(MAX_BEGUN + 1):
-        work.begin(
-            keys(*range(5)), lambda part, _: seen.extend(part),
-            lambda _, number=number: ended.append(number), 1.0,
-        )  # fmt: skip
-    assert ended == [0]
-    while work.tick(1.0) is not None:
-        pass
-    assert ended == list(range(MAX_BEGUN + 1))
-    assert len(seen) == 5 * (MAX_BEGUN + 1)
-    assert work.quiet
+    world = NodeWorld(num_blocks=8)
+    world.put(WRITER, keys(*range(5)))
+    for ticket in range(MAX_BEGUN):
+        world.handle(FindBlocks(asker=CLIENT, ticket=ticket, keys=keys(*range(5))))
+    assert answers(world) == []
+    for kind in (FindBlocks, DescribeBlocks, RemoveBlocks):
+        world.handle(kind(asker=CLIENT, ticket=900, keys=keys(*range(5))))
+    world.handle(SetPins(asker=CLIENT, ticket=900, keys=keys(*range(5)), pin=LastingPin.HARD))
+    refused = [sent for _, sent in world.channel.sent if isinstance(sent, Refused)]
+    assert [each.message for each in refused] == [
+        "FindBlocks", "DescribeBlocks", "RemoveBlocks", "SetPins",
+    ]  # fmt: skip
+    assert {(each.asker, each.ticket) for each in refused} == {(CLIENT, 900)}
+    assert "64 earlier messages are being worked on: try again" in refused[0].reason
+    world.handle(FindBlocks(asker=CLIENT, ticket=901, keys=keys(1)))
+    world.handle(FindBlocks(asker=OTHER, ticket=902, keys=keys(*range(5))))
+    while not world.node.quiet:
+        world.node.tick(world.now)
+    assert [answer.ticket for answer in answers(world)] == [901, *range(MAX_BEGUN), 902]
+    assert all(world.node.stores(key) for key in keys(*range(5))), "no removal has begun"
+    world.handle(FindBlocks(asker=CLIENT, ticket=903, keys=keys(*range(5))))
+    while not world.node.quiet:
+        world.node.tick(world.now)
+    assert answers(world)[-1].ticket == 903, "there is room again"
 
 
 def test_a_question_about_nothing_is_answered_at_once() -> None:
