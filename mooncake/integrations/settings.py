@@ -1,5 +1,5 @@
 """What the users of integrations say: which pool is used, what its use may cost, and whose weights
-another engine runs. SGLang has settings of its own besides.
+another engine runs.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"{place}: {error}") from error
 
 
-SGLANG_KEY = "mooncake"
-"""The key in SGLang's `--hicache-storage-backend-extra-config` that has the settings: other keys
-are SGLang's.
+KEY = "mooncake"
+"""The key in the extra configuration of SGLang and LMCache that has the settings: other keys are
+theirs.
 """
 
 
@@ -59,22 +59,24 @@ class BackendSettings(PoolSettings, frozen=True, kw_only=True, forbid_unknown_fi
     """The pool that is used, whose blocks are shared, and what the use may cost."""
 
     model: str = ""
-    """The directory of the model's files, or its repository. Empty: what SGLang calls the model."""
+    """The directory of the model's files, or its repository. Empty: what the engine calls the
+    model.
+    """
     revision: str = ""
-    """The commit of the model's repository, where SGLang downloads it."""
+    """The commit of the model's repository, where the engine downloads it."""
 
     @classmethod
-    def of_sglang(cls, extra_config: Mapping[str, object] | None) -> BackendSettings:
-        """Return the settings in SGLang's extra configuration. Raises a ConfigError that names a
-        wrong key.
+    def of_extra(cls, extra_config: Mapping[str, object] | None, place: str) -> BackendSettings:
+        """Return the settings in an engine's extra configuration, which was given at a place.
+        Raises a ConfigError that names the place and a wrong key.
         """
-        given = (extra_config or {}).get(SGLANG_KEY)
+        given = (extra_config or {}).get(KEY)
         if not isinstance(given, Mapping):
             raise ConfigError(
-                f'hicache-storage-backend-extra-config: give an object "{SGLANG_KEY}" with the '
-                "pool's settings (pool_urls, cluster_secret_file)"
+                f'{place}: give an object "{KEY}" with the pool\'s settings (pool_urls, '
+                "cluster_secret_file)"
             )
-        return cls.read(given, f"hicache-storage-backend-extra-config: {SGLANG_KEY}")
+        return cls.read(given, f"{place}: {KEY}")
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")

@@ -4,6 +4,7 @@ SGLang. SGLang's threads call it: one that looks up, one that loads, one that sa
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
@@ -15,10 +16,11 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from mooncake.base import ConfigError
 from mooncake.base.blocks import KEY_BYTES
+from mooncake.integrations.page_pool import PagePool, Parts
 from mooncake.integrations.settings import BackendSettings, weights_name
-from mooncake.integrations.sglang.pages import PagePool, Parts, logger
 
 T = TypeVar("T")
+logger = logging.getLogger("sglang.mooncake")
 
 
 class MooncakeHiCache(HiCacheStorage):  # type: ignore[misc]
@@ -33,7 +35,9 @@ class MooncakeHiCache(HiCacheStorage):  # type: ignore[misc]
         """
         del kwargs
         self._config = storage_config
-        self._settings = BackendSettings.of_sglang(storage_config.extra_config)
+        self._settings = BackendSettings.of_extra(
+            storage_config.extra_config, "hicache-storage-backend-extra-config"
+        )
         if getattr(storage_config, "should_split_heads", False):
             raise ConfigError(
                 "tp_lcm_size: this backend does not split heads among servers of several "
@@ -161,7 +165,7 @@ class MooncakeHiCache(HiCacheStorage):  # type: ignore[misc]
         """Return the pages in a form: as they lie in host memory, or flat. Their bytes differ."""
         with self._lock:
             if form not in self._pools:
-                self._pools[form] = PagePool(self._settings, self._fingerprint(form))
+                self._pools[form] = PagePool(self._settings, self._fingerprint(form), logger)
             return self._pools[form]
 
     def _fingerprint(self, form: str) -> bytes:

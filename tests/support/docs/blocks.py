@@ -327,6 +327,12 @@ CLASSES: dict[str, dict[str, Class]] = {
         "[Unit]": Elsewhere("tests/integration/launch/test_up.py", "systemd"),
         "export SSL_CERT_FILE": UP,
     },
+    "docs/lmcache.md": {
+        "openssl rand -hex 32": Elsewhere("tests/vllm/test_lmcache.py", "LMCache"),
+        "pip install": Left("it needs LMCache"),
+        "chunk_size": Elsewhere("tests/unit/integrations/lmcache/test_lmcache_docs.py", "LMCache"),
+        "build/vllm-venv/bin/pip": Left("it needs vLLM's environment"),
+    },
     "docs/sglang.md": {
         "openssl rand -hex 32": Elsewhere("tests/integration/pool/test_sglang.py", "SGLang"),
         "pip install": Left("it needs SGLang"),

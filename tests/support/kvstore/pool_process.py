@@ -20,7 +20,7 @@ import msgspec
 from mooncake.launch.pool_client.session import PoolSession, locate
 
 SECRET = "a secret of these tests"
-START_S = 60.0
+START_S = 180.0
 _READY = re.compile(r"pool node at (http://\S+) -")
 
 
@@ -53,6 +53,7 @@ class PoolProcess:
             until(self._is_up, "the node is up")
         except BaseException:
             self.process.kill()
+            self.process.wait()
             raise
         self.url = self._found()
 

@@ -22,7 +22,7 @@ def test_the_documented_configuration_names_the_backend() -> None:
     module = ROOT / (config["module_path"].replace(".", "/") + ".py")
     classes = [n.name for n in ast.parse(module.read_text()).body if isinstance(n, ast.ClassDef)]
     assert config["class_name"] in classes
-    assert BackendSettings.of_sglang(config).pool_urls == ["http://127.0.0.1:8100"]
+    assert BackendSettings.of_extra(config, "-").pool_urls == ["http://127.0.0.1:8100"]
 
 
 def test_every_setting_is_documented_with_its_default() -> None:

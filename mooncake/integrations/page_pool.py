@@ -1,9 +1,8 @@
-"""Moves pages of SGLang's host memory to and from the pool, through staging memory.
+"""Moves pages of an engine's host memory to and from the pool, through staging memory.
 
 A page lies in one or several parts of host memory (its keys and its values, or one part a layer).
 In the pool it takes as many blocks as hold all its parts, one after the other; the rest of the last
-block is zero. A pool that fails is a miss, never an error: SGLang does not restart the threads that
-call this.
+block is zero. A pool that fails is a miss, never an error.
 
 All threads may call it. Looking up, loading and saving have a session of the pool each, so that
 none waits for the others.
@@ -24,16 +23,15 @@ from mooncake.integrations.pool_link import PoolLink
 from mooncake.integrations.settings import PoolSettings
 from mooncake.launch.pool_client.session import PoolSession
 
-logger = logging.getLogger("sglang.mooncake")
 T = TypeVar("T")
 Parts = Sequence[tuple[int, int]]
 """The parts of a page in the memory of this process: (address, bytes)."""
 
 
 class PagePool:
-    def __init__(self, settings: PoolSettings, fingerprint: bytes) -> None:
+    def __init__(self, settings: PoolSettings, fingerprint: bytes, logger: logging.Logger) -> None:
         """`fingerprint`: everything that the bytes of a page depend on, besides its tokens and
-        those before them.
+        those before them. `logger`: see `PoolLink`.
         """
         self._fingerprint = fingerprint
         self._tenant = settings.tenant
