@@ -1,8 +1,5 @@
 """Translates Anthropic's Messages API: the body of `/v1/messages` to the internal request, a
 `ChatRequest`, and the pieces of an answer to the blocks of a message, with Anthropic's events.
-
-There is one `Renderer` for each message. The whole reply is made by the same steps as the stream,
-so they agree.
 """
 
 from __future__ import annotations
@@ -13,6 +10,7 @@ from typing import Any
 from msgspec import UNSET
 from pydantic_core import from_json
 
+from mooncake.api.adapters.parts_renderer import PartsRenderer
 from mooncake.api.adapters.translation import shared_fields, validated
 from mooncake.api.errors import anthropic_error
 from mooncake.api.generation.generation import Call
@@ -36,7 +34,7 @@ from mooncake.api.schema.messages import (
     Turn,
 )
 from mooncake.api.schema.replies import encode
-from mooncake.api.text.answer import Delta, Piece, ToolCallDelta
+from mooncake.api.text.answer import Piece, ToolCallDelta
 from mooncake.base import MooncakeError
 
 PARAMS = {
@@ -174,48 +172,24 @@ def _tool(tool: MessagesTool) -> dict[str, Any]:
     return made
 
 
-class MessageStream:
-    """Owns the message while it grows. The events it returns are encoded and ready to be sent."""
+class MessageStream(PartsRenderer[AnswerBlock]):
+    """Writes one message and its events, which are encoded and ready to be sent."""
+
+    reply: MessageReply
 
     def __init__(self, call: Call, model: str) -> None:
-        self.reply = MessageReply(id=call.call_id, model=model, usage=message_usage(call))
-        self._finish_reason = "stop"
-        self._stop_reason: int | str | None = None
-        self._open: AnswerBlock | None = None
-        self._open_call = -1
-        self._parts: list[str] = []
-        """The text, or the arguments, of the open block."""
-
-    def whole(self, call: Call, deltas: list[Delta]) -> bytes:
-        [delta] = deltas
-        self.chunk(call, delta)
-        self.end(call)
-        return encode(self.reply)
+        reply = MessageReply(id=call.call_id, model=model, usage=message_usage(call))
+        super().__init__(reply, reply.content)
 
     def begin(self, call: Call) -> list[bytes]:
         del call
         return [_event("message_start", message=self.reply)]
 
-    def chunk(self, call: Call, delta: Delta) -> list[bytes]:
-        """Add what is new and return its events."""
-        del call
-        events: list[bytes] = []
-        for piece in delta.pieces:
-            if not self._belongs(piece):
-                events += self._close()
-                events.append(self._start(piece))
-            events += self._extend(piece)
-        self.reply.schema_errors = delta.schema_errors or UNSET
-        if delta.finish_reason is not None:
-            self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
-        return events
-
     def end(self, call: Call) -> list[bytes]:
-        """End the message and return its last events."""
-        events, reply = self._close(), self.reply
-        reply.stop_reason = _STOP_REASONS.get(self._finish_reason, "end_turn")
-        if isinstance(self._stop_reason, str) and reply.stop_reason == "end_turn":
-            reply.stop_reason, reply.stop_sequence = "stop_sequence", self._stop_reason
+        events, reply = self.close(), self.reply
+        reply.stop_reason = _STOP_REASONS.get(self.finish_reason or "stop", "end_turn")
+        if isinstance(self.stop_reason, str) and reply.stop_reason == "end_turn":
+            reply.stop_reason, reply.stop_sequence = "stop_sequence", self.stop_reason
         reply.usage = message_usage(call)
         end = BlockDelta(
             stop_reason=reply.stop_reason,
@@ -230,56 +204,34 @@ class MessageStream:
         del call
         return [event(anthropic_error(error), "error")]
 
-    def _belongs(self, piece: Piece) -> bool:
-        """Return whether `piece` continues the open block."""
-        if isinstance(piece, ToolCallDelta):
-            return isinstance(self._open, ToolUseBlock) and piece.index == self._open_call
-        return isinstance(self._open, ThinkingBlock if piece.is_reasoning else TextBlock)
-
-    def _start(self, piece: Piece) -> bytes:
-        block: AnswerBlock
+    def _part(self, piece: Piece) -> AnswerBlock:
         if isinstance(piece, ToolCallDelta):
             assert piece.call_id is not None
             assert piece.name is not None
-            block = ToolUseBlock(piece.call_id, piece.name)
-            self._open_call = piece.index
-        else:
-            block = ThinkingBlock() if piece.is_reasoning else TextBlock()
-        self._open = block
-        self.reply.content.append(block)
-        return self._block_event("content_block_start", content_block=block)
+            return ToolUseBlock(piece.call_id, piece.name)
+        return ThinkingBlock() if piece.is_reasoning else TextBlock()
 
-    def _extend(self, piece: Piece) -> list[bytes]:
-        block = self._open
-        if isinstance(piece, ToolCallDelta):
-            if not piece.arguments:
-                return []
-            self._parts.append(piece.arguments)
-            delta = BlockDelta("input_json_delta", partial_json=piece.arguments)
-        elif isinstance(block, ThinkingBlock):
-            self._parts.append(piece.text)
-            delta = BlockDelta("thinking_delta", thinking=piece.text)
+    def _begun(self, part: AnswerBlock) -> list[bytes]:
+        return [self._block_event("content_block_start", content_block=part)]
+
+    def _grown(self, part: AnswerBlock, text: str) -> list[bytes]:
+        if isinstance(part, ToolUseBlock):
+            delta = BlockDelta("input_json_delta", partial_json=text)
+        elif isinstance(part, ThinkingBlock):
+            delta = BlockDelta("thinking_delta", thinking=text)
         else:
-            self._parts.append(piece.text)
-            delta = BlockDelta("text_delta", text=piece.text)
+            delta = BlockDelta("text_delta", text=text)
         return [self._block_event("content_block_delta", delta=delta)]
 
-    def _close(self) -> list[bytes]:
-        """End the open block, if there is one."""
-        block, self._open = self._open, None
-        if block is None:
-            return []
-        text = "".join(self._parts)
-        self._parts.clear()
+    def _ended(self, part: AnswerBlock, text: str) -> list[bytes]:
         events: list[bytes] = []
-        if isinstance(block, ToolUseBlock):
-            block.input = arguments_so_far(text)
-        elif isinstance(block, TextBlock):
-            block.text = text
+        if isinstance(part, ToolUseBlock):
+            part.input = arguments_so_far(text)
+        elif isinstance(part, TextBlock):
+            part.text = text
         else:
-            block.thinking = text
-            block.signature = self.reply.id
-            signed = BlockDelta("signature_delta", signature=block.signature)
+            part.thinking, part.signature = text, self.reply.id
+            signed = BlockDelta("signature_delta", signature=part.signature)
             events.append(self._block_event("content_block_delta", delta=signed))
         return [*events, self._block_event("content_block_stop")]
 

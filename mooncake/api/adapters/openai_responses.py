@@ -1,9 +1,6 @@
 """Translates OpenAI's Responses API: the body of `/v1/responses` to the internal request, a
 `ChatRequest`, and the pieces of an answer to the output items of a response, with an event for each
 step.
-
-There is one `Renderer` for each response. The whole reply is made by the same steps as the stream,
-so they agree.
 """
 
 from __future__ import annotations
@@ -13,6 +10,7 @@ from typing import Any
 
 from msgspec import UNSET
 
+from mooncake.api.adapters.parts_renderer import PartsRenderer
 from mooncake.api.adapters.translation import shared_fields, validated
 from mooncake.api.generation.generation import Call
 from mooncake.api.generation.logprobs import LogprobSpeller
@@ -174,28 +172,21 @@ def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
     return {"type": form.type, "json_schema": given}
 
 
-class ResponseStream:
-    """Owns the response while it grows. The events it returns are encoded and ready to be sent."""
+class ResponseStream(PartsRenderer[Item]):
+    """Writes one response and its events, which are encoded and ready to be sent."""
+
+    reply: ResponseReply
 
     def __init__(self, reply: ResponseReply, speller: LogprobSpeller | None) -> None:
         """`speller` is given when the client asked for the logprobs of the text's tokens."""
-        self.reply = reply
+        super().__init__(reply, reply.output)
         self._speller = speller
         self._key = reply.id.partition("_")[2]
         self._num_events = 0
-        self._finish_reason: str | None = None
-        self._open: Item | None = None
-        self._open_call = -1
-        self._parts: list[str] = []
-        """The text, or the arguments, of the open item."""
+        self._status = "completed"
+        """The status of items that end."""
         self._logprobs: list[tuple[int | None, ChatLogprob]] = []
         self._run = 0
-
-    def whole(self, call: Call, deltas: list[Delta]) -> bytes:
-        [delta] = deltas
-        self.chunk(call, delta)
-        self.end(call)
-        return encode(self.reply)
 
     def begin(self, call: Call) -> list[bytes]:
         del call
@@ -205,35 +196,24 @@ class ResponseStream:
         ]
 
     def chunk(self, call: Call, delta: Delta) -> list[bytes]:
-        """Add what is new and return its events."""
-        del call
         if self._speller is not None:
             entries = self._speller.chat(delta.tokens, delta.logprobs).content
             self._logprobs += zip(delta.runs, entries, strict=True)
-        events: list[bytes] = []
-        for piece in delta.pieces:
-            if not self._belongs(piece):
-                events += self._close("completed")
-                events += self._start(piece)
-            events += self._extend(piece)
-        self.reply.schema_errors = delta.schema_errors or UNSET
-        self._finish_reason = delta.finish_reason or self._finish_reason
-        return events
+        return super().chunk(call, delta)
 
     def end(self, call: Call) -> list[bytes]:
-        """End the response and return its last events."""
-        cut = self._finish_reason == "length"
-        status = "incomplete" if cut else "completed"
-        events = self._close(status)
-        self.reply.status = status
+        cut = self.finish_reason == "length"
+        self._status = self.reply.status = "incomplete" if cut else "completed"
+        events = self.close()
         self.reply.incomplete_details = {"reason": "max_output_tokens"} if cut else None
         self.reply.usage = response_usage(call)
-        return [*events, self._event(f"response.{status}", response=self.reply)]
+        return [*events, self._event(f"response.{self._status}", response=self.reply)]
 
     def failed(self, call: Call, error: MooncakeError) -> list[bytes]:
         """End the response with `error` and return its last event."""
         del call
-        self._close("incomplete")
+        self._status = "incomplete"
+        self.close()
         self.reply.status = "failed"
         self.reply.error = {"code": "server_error", "message": error.message}
         return [self._event("response.failed", response=self.reply)]
@@ -250,82 +230,58 @@ class ResponseStream:
     def _text_event(self, kind: str, item: Item, **fields: Any) -> bytes:
         return self._item_event(kind, item, content_index=0, **fields)
 
-    def _belongs(self, piece: Piece) -> bool:
-        """Return whether `piece` continues the open item."""
-        if isinstance(piece, ToolCallDelta):
-            return isinstance(self._open, CallItem) and piece.index == self._open_call
-        kind = ReasoningItem if piece.is_reasoning else MessageItem
-        return isinstance(self._open, kind)
-
-    def _start(self, piece: Piece) -> list[bytes]:
+    def _part(self, piece: Piece) -> Item:
         number = len(self.reply.output)
-        item: Item
         if isinstance(piece, ToolCallDelta):
             assert piece.call_id is not None
             assert piece.name is not None
-            item = CallItem(f"fc_{self._key}_{number}", piece.call_id, piece.name)
-            self._open_call = piece.index
-        elif piece.is_reasoning:
-            item = ReasoningItem(f"rs_{self._key}_{number}")
-        else:
-            self._run = piece.run
-            item = MessageItem(f"msg_{self._key}_{number}")
-        self._open = item
-        self.reply.output.append(item)
-        events = [self._event("response.output_item.added", output_index=number, item=item)]
+            return CallItem(f"fc_{self._key}_{number}", piece.call_id, piece.name)
+        if piece.is_reasoning:
+            return ReasoningItem(f"rs_{self._key}_{number}")
+        self._run = piece.run
+        return MessageItem(f"msg_{self._key}_{number}")
+
+    def _begun(self, part: Item) -> list[bytes]:
+        index = len(self.reply.output) - 1
+        events = [self._event("response.output_item.added", output_index=index, item=part)]
         kind = "response.content_part.added"
-        if isinstance(item, ReasoningItem):
-            events.append(self._text_event(kind, item, part=ReasoningText()))
-            item.content.append(ReasoningText())
-        elif isinstance(item, MessageItem):
-            events.append(self._text_event(kind, item, part=OutputText()))
-            item.content.append(OutputText())
+        if isinstance(part, ReasoningItem):
+            events.append(self._text_event(kind, part, part=ReasoningText()))
+            part.content.append(ReasoningText())
+        elif isinstance(part, MessageItem):
+            events.append(self._text_event(kind, part, part=OutputText()))
+            part.content.append(OutputText())
         return events
 
-    def _extend(self, piece: Piece) -> list[bytes]:
-        item = self._open
-        if isinstance(piece, ToolCallDelta):
-            assert isinstance(item, CallItem)
-            if not piece.arguments:
-                return []
-            self._parts.append(piece.arguments)
-            kind = "response.function_call_arguments.delta"
-            return [self._item_event(kind, item, delta=piece.arguments)]
-        self._parts.append(piece.text)
-        if isinstance(item, ReasoningItem):
-            return [self._text_event("response.reasoning_text.delta", item, delta=piece.text)]
-        assert isinstance(item, MessageItem)
+    def _grown(self, part: Item, text: str) -> list[bytes]:
+        if isinstance(part, CallItem):
+            return [self._item_event("response.function_call_arguments.delta", part, delta=text)]
+        if isinstance(part, ReasoningItem):
+            return [self._text_event("response.reasoning_text.delta", part, delta=text)]
+        logprobs = self._take_logprobs(part)
         kind = "response.output_text.delta"
-        logprobs = self._take_logprobs(item)
-        return [self._text_event(kind, item, delta=piece.text, logprobs=logprobs)]
+        return [self._text_event(kind, part, delta=text, logprobs=logprobs)]
 
-    def _close(self, status: str) -> list[bytes]:
-        """End the open item, if there is one."""
-        item, self._open = self._open, None
-        if item is None:
-            return []
-        item.status = status
-        text = "".join(self._parts)
-        self._parts.clear()
+    def _ended(self, part: Item, text: str) -> list[bytes]:
+        part.status = self._status
         events: list[bytes] = []
-        if isinstance(item, CallItem):
-            item.arguments = text
+        if isinstance(part, CallItem):
+            part.arguments = text
             kind = "response.function_call_arguments.done"
-            events.append(self._item_event(kind, item, arguments=item.arguments))
-        elif isinstance(item, ReasoningItem):
-            item.content[0].text = text
-            events.append(self._text_event("response.reasoning_text.done", item, text=text))
+            events.append(self._item_event(kind, part, arguments=text))
+        elif isinstance(part, ReasoningItem):
+            part.content[0].text = text
+            events.append(self._text_event("response.reasoning_text.done", part, text=text))
         else:
-            self._take_logprobs(item)
-            part = item.content[0]
-            part.text = text
-            kind = "response.output_text.done"
-            events.append(self._text_event(kind, item, text=part.text, logprobs=part.logprobs))
-        if not isinstance(item, CallItem):
+            self._take_logprobs(part)
+            part.content[0].text = text
+            logprobs, kind = part.content[0].logprobs, "response.output_text.done"
+            events.append(self._text_event(kind, part, text=text, logprobs=logprobs))
+        if not isinstance(part, CallItem):
             kind = "response.content_part.done"
-            events.append(self._text_event(kind, item, part=item.content[0]))
+            events.append(self._text_event(kind, part, part=part.content[0]))
         index = len(self.reply.output) - 1
-        events.append(self._event("response.output_item.done", output_index=index, item=item))
+        events.append(self._event("response.output_item.done", output_index=index, item=part))
         return events
 
     def _take_logprobs(self, item: MessageItem) -> list[ChatLogprob]:
