@@ -104,10 +104,9 @@ class Broadcast:
             question = RemoveBlocks(asker=self._client.ref, ticket=0, keys=run)
             answers = await self._ask_all(stores, question, BlocksRemoved, deadline_s)
             left: set[BlockKey] = set()
-            for _, answer in answers:
-                if not isinstance(answer, MooncakeError):
-                    was_here.update(_chosen(run, answer.removed))
-                    left.update(_chosen(run, answer.left))
+            for _, answer in _given(answers):
+                was_here.update(_chosen(run, answer.removed))
+                left.update(_chosen(run, answer.left))
             failure = _failure(answers)
             if failure is None:
                 break
@@ -137,22 +136,18 @@ class Broadcast:
             found = await self._ask_all(meant, question, BlocksFound, by_s)
             runs, failure = _runs_to_pin(keys, found), _failure(found)
         questions = [
-            SetPins(
+            (run.store, SetPins(
                 asker=self._client.ref, ticket=0, keys=run.keys, pin=pin,
                 epoch=run.store.epoch, lift=run.lift,
-            )
+            ))
             for run in runs
         ]  # fmt: skip
-        answers = await together([
-            self._client.request(Attempt(run.store, deadline_s), question, PinsSet)
-            for run, question in zip(runs, questions, strict=True)
-        ])  # fmt: skip
+        answers = await self._ask(questions, PinsSet, deadline_s)
+        failure = failure or _failure(answers)
         done_at: dict[str, None] = {}
         done: set[BlockKey] = set()
-        for run, answer in zip(runs, answers, strict=True):
-            if isinstance(answer, MooncakeError):
-                failure = failure or _failure([(run.store, answer)])
-            elif any(answer.done):
+        for run, (_, answer) in zip(runs, answers, strict=True):
+            if not isinstance(answer, MooncakeError) and any(answer.done):
                 done_at[answer.store.epoch] = None
                 done.update(_chosen(run.keys, answer.done))
         blocks = [key in done for key in keys]
@@ -170,10 +165,9 @@ class Broadcast:
         if failure is not None:
             raise failure
         replicas: list[list[Replica]] = [[] for _ in keys]
-        for store, answer in answers:
-            if not isinstance(answer, MooncakeError):
-                for found, copies in zip(replicas, answer.copies, strict=True):
-                    found += [Replica(store, copy) for copy in copies]
+        for store, answer in _given(answers):
+            for found, copies in zip(replicas, answer.copies, strict=True):
+                found += [Replica(store, copy) for copy in copies]
         return replicas
 
     async def stat_all(self) -> list[tuple[WorkerRef, PoolState | MooncakeError]]:
@@ -197,29 +191,22 @@ class Broadcast:
         by_s = now + (deadline_s - now) * HOLDERS_SHARE
         sources: list[WorkerRef] = []
         others: list[WorkerRef] = []
-        for store, found in await self._ask_all(stores, look, BlocksFound, by_s):
-            if not isinstance(found, MooncakeError):
-                (others if None in found.tiers else sources).append(store)
+        for store, found in _given(await self._ask_all(stores, look, BlocksFound, by_s)):
+            (others if None in found.tiers else sources).append(store)
         while sources and others and len(sources) < num_nodes and self._client.now < deadline_s:
             wanted = num_nodes - len(sources)
             targets, others = others[:wanted], others[wanted:]
             # Half of the time is for those that are asked should one of these fail.
             limit_s = deadline_s - ((deadline_s - self._client.now) / 2 if others else 0.0)
             pulls = [
-                self._client.request(
-                    Attempt(target, limit_s),
-                    Replicate(
-                        source=sources[number % len(sources)],
-                        keys=list(keys),
-                        tenant=tenant,
-                        asker=self._client.ref,
-                    ),
-                    TakenOver,
-                )
+                (target, Replicate(
+                    source=sources[number % len(sources)], keys=list(keys), tenant=tenant,
+                    asker=self._client.ref,
+                ))
                 for number, target in enumerate(targets)
-            ]
-            for target, taken in zip(targets, await together(pulls), strict=True):
-                if not isinstance(taken, MooncakeError) and set(keys) <= set(taken.keys):
+            ]  # fmt: skip
+            for target, taken in _given(await self._ask(pulls, TakenOver, limit_s)):
+                if set(keys) <= set(taken.keys):
                     sources.append(target)
         return len(sources)
 
@@ -248,11 +235,16 @@ class Broadcast:
     async def _ask_all(
         self, stores: Sequence[WorkerRef], question: Question, kind: type[Kind], by_s: float
     ) -> list[tuple[WorkerRef, Kind | MooncakeError]]:
-        """Ask each node a question; return each with its answer."""
-        answers = await together(
-            [self._client.request(Attempt(store, by_s), question, kind) for store in stores]
-        )
-        return list(zip(stores, answers, strict=True))
+        """Ask each node the same question; return each with its answer."""
+        return await self._ask([(store, question) for store in stores], kind, by_s)
+
+    async def _ask(
+        self, questions: Sequence[tuple[WorkerRef, Question]], kind: type[Kind], by_s: float
+    ) -> list[tuple[WorkerRef, Kind | MooncakeError]]:
+        """Ask each node its question; return each with its answer."""
+        asked = [self._client.request(Attempt(node, by_s), each, kind) for node, each in questions]
+        nodes = [node for node, _ in questions]
+        return list(zip(nodes, await together(asked), strict=True))
 
 
 def _runs_to_pin(
@@ -261,11 +253,7 @@ def _runs_to_pin(
     """Return which blocks each node has to pin: all nodes that have a block in DRAM, otherwise the
     first that has it below DRAM.
     """
-    tiers = [
-        (store, dict(zip(keys, answer.tiers, strict=True)))
-        for store, answer in found
-        if not isinstance(answer, MooncakeError)
-    ]
+    tiers = [(store, dict(zip(keys, given.tiers, strict=True))) for store, given in _given(found)]
     in_dram = {key for _, here in tiers for key in keys if here[key] is Tier.DRAM}
     runs = []
     for store, here in tiers:
@@ -282,6 +270,13 @@ def _is_below(tier: Tier | None) -> bool:
 
 def _chosen(keys: Sequence[BlockKey], flags: Sequence[bool]) -> list[BlockKey]:
     return [key for key, flag in zip(keys, flags, strict=False) if flag]
+
+
+def _given(
+    answers: Sequence[tuple[WorkerRef, Kind | MooncakeError]],
+) -> list[tuple[WorkerRef, Kind]]:
+    """Return the nodes that have answered, with their answers."""
+    return [(node, each) for node, each in answers if not isinstance(each, MooncakeError)]
 
 
 def _failure(answers: Sequence[tuple[WorkerRef, object]]) -> MooncakeError | None:
