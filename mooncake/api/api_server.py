@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -63,6 +64,28 @@ answers at once.
 """
 
 MAX_LOGGED_NAMES = 16
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the pool is to keep of a call whose fields ask for it."""
+
+    num_leading: int | None = None
+    """Leading tokens of each prompt; None: whole prompts, and the answers if the next turn begins
+    with them.
+    """
+    answer: bool = True
+    """Whether the next turn begins with the answer; where a `call_token` is given, only an answer
+    with one of these.
+    """
+    call_token: int | None = None
+
+    def num_tokens(self, prompt: Sequence[int]) -> int:
+        """Return how many leading tokens of a prompt are kept."""
+        return len(prompt) if self.num_leading is None else self.num_leading
+
+
+KEEPS_ALL = Kept()
 
 
 class ApiServer(Serving):
@@ -225,15 +248,10 @@ class ApiServer(Serving):
         fields: GenerationFields,
         options: TextOptions,
         review: Review | None = None,
-        num_kept: int | None = None,
-        *,
-        keeps_answer: bool = True,
-        call_token: int | None = None,
+        kept: Kept = KEEPS_ALL,
     ) -> Call:
         """Return the call of these prompts, not yet started: `n` sequences for each prompt.
-        `review` checks finished answers. `num_kept`: how many leading tokens the pool is to keep if
-        `fields` ask for it; None: the whole prompts, and the answers if the next turn begins with
-        them. It does if `keeps_answer`; where a `call_token` is given, only with one of these.
+        `review` checks finished answers.
 
         Clients may choose the same id for two calls, here or at another gateway. So the ids that
         the cluster sees end in the gateway's name and a random part.
@@ -257,32 +275,7 @@ class ApiServer(Serving):
         n = (fields.n or 1) if fields.use_beam_search else width
         seed = self._ids.integer(64) if fields.seed is None else fields.seed
         receipt_id = "-".join(filter(None, (self.config.gateway_id, self._ids.hex(4))))
-        base = f"{call_id}-{receipt_id}"
-        requests: list[GenerateRequest] = []
-        keep_s = fields.keep_s
-        for tokens, sampling in prompts:
-            kept = (len(tokens) if num_kept is None else num_kept) if keep_s else 0
-            keeps = keeps_answer and kept == len(tokens) and not fields.use_beam_search
-            prompt = pack_tokens(tokens)
-            others = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
-            for which in range(len(requests), len(requests) + n):
-                # Those of the prompt are computed once: only the first choice has them.
-                settings = others if which % n else sampling
-                requests.append(
-                    GenerateRequest(
-                        request_id=f"{base}-{which}",
-                        prompt=prompt,
-                        sampling=msgspec.structs.replace(
-                            settings, seed=choice_seed(seed, which % n)
-                        ),
-                        cache_salt=fields.cache_salt or "",
-                        priority=request_priority(fields),
-                        num_kept_tokens=kept,
-                        keep_s=keep_s,
-                        keeps_answer=keeps,
-                        call_token=call_token if keeps else None,
-                    )
-                )
+        requests = self._requests(prompts, fields, seed, f"{call_id}-{receipt_id}", n, kept)
         choices = [
             Choice(which, request, self.model.tokenizer, options, self.model.eos_token_ids)
             for which, request in enumerate(requests)
@@ -299,6 +292,42 @@ class ApiServer(Serving):
             open_stream, call_id, requests, choices, n, num_kept=fields.n or 1, review=review,
             receipt_id=receipt_id, is_traceable=not fields.use_beam_search,
         )  # fmt: skip
+
+    def _requests(
+        self,
+        prompts: Sequence[tuple[list[int], SamplingParams]],
+        fields: GenerationFields,
+        seed: int,
+        name: str,
+        n: int,
+        kept: Kept,
+    ) -> list[GenerateRequest]:
+        """Return `n` requests for each prompt, which are named `name` and a number. `seed` is that
+        of the call.
+        """
+        requests: list[GenerateRequest] = []
+        for tokens, sampling in prompts:
+            num_kept = kept.num_tokens(tokens) if fields.keep_s else 0
+            keeps = kept.answer and num_kept == len(tokens) and not fields.use_beam_search
+            prompt = pack_tokens(tokens)
+            others = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
+            for which in range(n):
+                # Those of the prompt are computed once: only the first choice has them.
+                settings = others if which else sampling
+                requests.append(
+                    GenerateRequest(
+                        request_id=f"{name}-{len(requests)}",
+                        prompt=prompt,
+                        sampling=msgspec.structs.replace(settings, seed=choice_seed(seed, which)),
+                        cache_salt=fields.cache_salt or "",
+                        priority=request_priority(fields),
+                        num_kept_tokens=num_kept,
+                        keep_s=fields.keep_s,
+                        keeps_answer=keeps,
+                        call_token=kept.call_token if keeps else None,
+                    )
+                )
+        return requests
 
     def close(self) -> None:
         """Close what serves the calls: threads, and the process that checks answers. No call runs

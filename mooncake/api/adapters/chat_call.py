@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
-from mooncake.api.api_server import ApiServer
+from mooncake.api.api_server import ApiServer, Kept
 from mooncake.api.constrained.constraints import Thinking, chat_constraint
 from mooncake.api.generation.generation import Call
 from mooncake.api.generation.review import Review
@@ -61,11 +61,12 @@ async def new_chat_call(
     options = text_options(body, markers=markers, max_calls=max_calls)
     # Templates leave out what was thought before an answer, but not before a call of a tool.
     thinks = _thinking(api_server, body, tokens).is_possible
-    return api_server.new_call(
-        name, [(tokens, sampling)], body, options, review, num_kept,
-        keeps_answer=calls or not thinks,
+    kept = Kept(
+        num_kept,
+        answer=calls or not thinks,
         call_token=_marker_ids(api_server).get(Marker.CALL_BEGIN) if calls and thinks else None,
-    )  # fmt: skip
+    )
+    return api_server.new_call(name, [(tokens, sampling)], body, options, review, kept)
 
 
 def _prompt(api_server: ApiServer, body: ChatRequest) -> tuple[list[int], SamplingParams, int]:

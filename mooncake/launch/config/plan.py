@@ -341,32 +341,8 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         longest if options.measure_pages else num_pages,
     )
     needs = dataclasses.replace(needs, step_tokens=steps.number)
-    ranks = {}
-    for role, shape in shapes.items():
-        if gpu_node is not None and options.measure_pages:
-            ranks[role] = gpu_node.filled(needs, shape)
-            num_pages = max(1, ranks[role].num_pages * shape.dcp)
-        else:
-            ranks[role] = instance_memory(needs, shape, num_pages)
-    if of_decode.experts:
-        ranks[Role.EXPERTS] = (
-            instance_memory(needs, of_decode, 0, only_experts=True)
-            if gpu_node is None
-            else gpu_node.with_experts(needs, of_decode)
-        )
-    kvstore = KvStoreConfig(
-        ssd=[SsdConfig(directory=where, num_bytes=size) for where, size in config.ssd],
-        object_store=_object_store(config),
-        tenant_quota_bytes=dict(config.tenant_quota),
-        tenant_ssd_quota_bytes=dict(config.tenant_ssd_quota),
-        **values_of(config, KvStoreConfig),
-    )
-    if num_kvstores:
-        kvstore.num_blocks(layout)
-    elif config.ssd or config.object_store:
-        cure = "leave it out" if config.role is not None else "add --kvstore 1"
-        name = "ssd" if config.ssd else "object-store"
-        raise ConfigError(f"{name}: no kvstore worker would use it; {cure}")
+    ranks, num_pages = _memories(needs, shapes, gpu_node, num_pages)
+    kvstore = _kvstore(config, layout if num_kvstores else None)
     return ServePlan(
         model=model,
         engine=EngineConfig(
@@ -401,6 +377,52 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
         stage_hosts=_stage_hosts(config, shapes),
         refusal=refusal,
     )
+
+
+def _memories(
+    needs: RankNeeds, shapes: Mapping[Role, Shape], gpu_node: GpuNode | None, num_pages: int
+) -> tuple[dict[Role, InstanceMemory], int]:
+    """Return the memory of each role's engines, and the pages of an engine: `num_pages`, or
+    as many as fill the GPUs of a described node.
+    """
+    ranks = {}
+    for role, shape in shapes.items():
+        if gpu_node is not None and needs.options.measure_pages:
+            ranks[role] = gpu_node.filled(needs, shape)
+            num_pages = max(1, ranks[role].num_pages * shape.dcp)
+        else:
+            ranks[role] = instance_memory(needs, shape, num_pages)
+    of_decode = shapes[Role.DECODE]
+    if of_decode.experts:
+        ranks[Role.EXPERTS] = (
+            instance_memory(needs, of_decode, 0, only_experts=True)
+            if gpu_node is None
+            else gpu_node.with_experts(needs, of_decode)
+        )
+    return ranks, num_pages
+
+
+def _kvstore(config: ServeConfig, layout: KvLayout | None) -> KvStoreConfig:
+    """Return the settings of pool nodes, which are to hold blocks of `layout`; None: there are no
+    pool nodes.
+
+    Raises:
+        ConfigError: DRAM holds no block, or there are disks or a bucket and no pool node.
+    """
+    kvstore = KvStoreConfig(
+        ssd=[SsdConfig(directory=where, num_bytes=size) for where, size in config.ssd],
+        object_store=_object_store(config),
+        tenant_quota_bytes=dict(config.tenant_quota),
+        tenant_ssd_quota_bytes=dict(config.tenant_ssd_quota),
+        **values_of(config, KvStoreConfig),
+    )
+    if layout is not None:
+        kvstore.num_blocks(layout)
+    elif config.ssd or config.object_store:
+        cure = "leave it out" if config.role is not None else "add --kvstore 1"
+        name = "ssd" if config.ssd else "object-store"
+        raise ConfigError(f"{name}: no kvstore worker would use it; {cure}")
+    return kvstore
 
 
 def _object_store(config: ServeConfig) -> ObjectStoreConfig | None:

@@ -26,7 +26,9 @@ from mooncake.base import (
 from mooncake.base.mailbox import Polled
 from mooncake.base.messages import Asleep, CheckWeights
 from mooncake.decode import DecodeWorker
+from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
+from mooncake.engine.plan import PolledRunner
 from mooncake.instance import Instance
 from mooncake.instance.expert_worker import ExpertWorker
 from mooncake.instance.instance import InstancePorts
@@ -48,6 +50,7 @@ from mooncake.transfer.factory import TransferConfig
 from mooncake.transfer.regions import Progress, no_progress
 
 if TYPE_CHECKING:  # a worker without a model has no torch either
+    from mooncake.model.device.pages import PageMemory
     from mooncake.model.opening import ModelSource
 
 _log = logging.getLogger(__name__)
@@ -130,29 +133,12 @@ def build(
         TransferError: there is not enough memory for the pages or the pool.
     """
     ref = WorkerRef(settings.worker_id, SystemIds().hex(8), channel.address)
-    hello = WorkerHello(
-        worker=ref,
-        role=settings.role,
-        node_id=settings.node_id,
-        host=settings.host,
-        pid=os.getpid(),
-        layout_fingerprint=settings.layout.fingerprint,
-        block_tokens=settings.layout.block_tokens,
-        num_blocks=0,
-        block_bytes=settings.layout.block_bytes,
-        expert_group=settings.expert_group.name if settings.expert_group is not None else "",
-        health_url=health_url,
-        transports=settings.transfer_protocols,
-        mode=settings.mode,
-    )
+    hello = _hello(settings, ref, health_url)
     seeds = opened.enter_context(SeedAddresses(settings.seeds))
     if settings.role is Role.KVSTORE:
         progress("allocating the pool", 0, 0)
         return _pool_node(settings, hello, channel, transfer, opened, seeds)
     assert model is not None, "an engine needs a model"
-    layout, config, options = settings.layout, settings.engine, settings.options
-    if settings.role is Role.PREFILL:  # it samples one token of each sequence
-        config = dataclasses.replace(config, speculation=None)
     if model.revision != settings.weights_revision:
         raise CheckpointError(
             f"{settings.model} holds other weights (revision {model.revision}) than those of the "
@@ -162,20 +148,13 @@ def build(
     if settings.role is Role.EXPERTS:
         return _expert_worker(settings, hello, channel, opened, seeds, model)
     progress("allocating KV pages", 0, 0)
+    layout, config = settings.layout, settings.engine
+    if settings.role is Role.PREFILL:  # it samples one token of each sequence
+        config = dataclasses.replace(config, speculation=None)
     config = dataclasses.replace(config, num_blocks=model.num_pages(layout, config))
     array = PageArray(layout, config.num_blocks, config.num_homes)
-    own_array = options.held_by(0, array)
-    of_ranks = dict[str, bytes]()
-    if options.own_memories:
-        of_ranks["transfer"] = msgspec.msgpack.encode(rank_transfer)
-    pages = model.device_pages(layout, config.num_blocks) if model.owns_pages else None
-    if pages is not None:
-        region: Region = transfer.register_device(pages, "kv-pages")
-        runner = model.runner(layout, config, pages, options.num_threads, None, **of_ranks)
-    else:
-        region = transfer.allocate(own_array.num_bytes, "kv-pages")
-        threads = options.num_threads
-        runner = model.runner(layout, config, region.buffer, threads, region.fd, **of_ranks)
+    own_array = settings.options.held_by(0, array)
+    region, runner, pages = _pages(settings, config, own_array, transfer, model, rank_transfer)
     model.warm_up(config, lambda done, whole: progress("warming up", done, whole))
     samples = []
     if settings.self_profile:
@@ -209,7 +188,7 @@ def build(
             settings.gateway_address,
             hasher,
             own_array,
-            _followers(settings, model, array) if options.own_memories else (),
+            _followers(settings, model, array) if settings.options.own_memories else (),
             seeds,
             None if lender is None else lender.ask,
         ),
@@ -225,6 +204,49 @@ def build(
         machine, ref, channel, opened,
         transfer=transfer, polled=polled, seeds=seeds, pages=pages,
     )  # fmt: skip
+
+
+def _hello(settings: WorkerSettings, ref: WorkerRef, health_url: str) -> WorkerHello:
+    """Return how a worker introduces itself, before its pages and steps are known."""
+    return WorkerHello(
+        worker=ref,
+        role=settings.role,
+        node_id=settings.node_id,
+        host=settings.host,
+        pid=os.getpid(),
+        layout_fingerprint=settings.layout.fingerprint,
+        block_tokens=settings.layout.block_tokens,
+        num_blocks=0,
+        block_bytes=settings.layout.block_bytes,
+        expert_group=settings.expert_group.name if settings.expert_group is not None else "",
+        health_url=health_url,
+        transports=settings.transfer_protocols,
+        mode=settings.mode,
+    )
+
+
+def _pages(
+    settings: WorkerSettings,
+    config: EngineConfig,
+    held: PageArray,
+    transfer: PolledTransfer,
+    model: ModelSource,
+    rank_transfer: TransferConfig | None,
+) -> tuple[Region, PolledRunner, PageMemory | None]:
+    """Return an engine's pages, registered, and the runner over them. Pages on a device have a
+    memory of their own. Followers are told `rank_transfer` if each has its own memory.
+    """
+    layout, threads = settings.layout, settings.options.num_threads
+    of_ranks = dict[str, bytes]()
+    if settings.options.own_memories:
+        of_ranks["transfer"] = msgspec.msgpack.encode(rank_transfer)
+    if model.owns_pages:
+        pages = model.device_pages(layout, config.num_blocks)
+        region: Region = transfer.register_device(pages, "kv-pages")
+        return region, model.runner(layout, config, pages, threads, None, **of_ranks), pages
+    region = transfer.allocate(held.num_bytes, "kv-pages")
+    runner = model.runner(layout, config, region.buffer, threads, region.fd, **of_ranks)
+    return region, runner, None
 
 
 def _expert_worker(
