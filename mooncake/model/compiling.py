@@ -34,8 +34,8 @@ from mooncake.model.checkpoint.weights import SPEC_DTYPES
 from mooncake.model.copies import HostCopies
 from mooncake.model.device.graphs import Replay
 from mooncake.model.drafts.eagle3 import Eagle3Head
-from mooncake.model.drafts.layers import draft_layer
-from mooncake.model.drafts.model_drafts import DraftLayer
+from mooncake.model.drafts.layers import draft_layer, layers_read
+from mooncake.model.drafts.model_drafts import DraftLayer, ModelDrafts
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler, sampling_ops
@@ -197,17 +197,24 @@ def run_steps(
     its requests launch (see `measuring`).
     """
     homes, sequences = engine.num_homes, engine.max_num_seqs
-    asked = Measure(layout, homes, engine.max_batched_tokens, sequences, engine.max_model_len)
     drafted = 0 if engine.speculation is None else sequences
+    asked = Measure(
+        layout, homes, engine.max_batched_tokens, sequences, engine.max_model_len, drafted,
+        layers_read(model, None, 0),  # a head reads layers that this model may not have
+    )  # fmt: skip
 
-    def drafts(kv: KvTensors) -> DraftLayer | None:
+    def drafting(kv: KvTensors) -> DraftLayer | None:
         return draft_layer(model, head, kv, drafted, _ToMeta())
+
+    def drafts(kv: KvTensors) -> ModelDrafts | None:
+        layer = drafting(kv)
+        return None if layer is None else ModelDrafts(layer, _ToMeta())
 
     measure_memory(model, _Once(), asked, open_drafts=drafts)
     vocab = model.spec.vocab_size
     with torch.inference_mode():
         kv = KvTensors.allocate(layout, 1, META, Home(0, homes))
-        layer = drafts(kv)
+        layer = drafting(kv)
         reads = () if layer is None else layer.reads
         sizes = captured_sizes(model, backends, options, engine, reads)
         if sizes.most_rows:

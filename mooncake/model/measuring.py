@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import msgspec
 import torch
 
 from mooncake.base.kv_layout import Home
 from mooncake.engine.plan import StepSlot
 from mooncake.engine.ranks.step_log import Measure
-from mooncake.model.drafts.model_drafts import DraftLayer
+from mooncake.model.drafts.model_drafts import ModelDrafts
 from mooncake.model.inputs import build_inputs
-from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.kimi_k2 import KimiK2, ReadStates
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.memory import GpuMemory
 from mooncake.model.parallel.group import Group
@@ -42,7 +41,7 @@ def measure_memory(
     asked: Measure,
     group: Group | None = None,
     sample: Callable[[torch.Tensor], None] = lambda _: None,
-    open_drafts: Callable[[KvTensors], DraftLayer | None] = lambda _: None,
+    open_drafts: Callable[[KvTensors], ModelDrafts | None] = lambda _: None,
 ) -> list[GpuMemory]:
     """Return the memory of each rank, in their order. All ranks call this at once.
 
@@ -50,7 +49,8 @@ def measure_memory(
     context, and all layers share one layer. There are logits for as many rows as there may be
     sequences. `sample` handles them as the sampling rank does. A rank that holds only routed
     experts computes these for the others. open_drafts: returns what drafts over some pages, if this
-    rank has it; it computes the rows of each step, too.
+    rank has it. It keeps the states of each step, and computes its rows, too; in the largest steps
+    all sequences have as many rows left as they can have.
 
     Raises:
         GroupError: another rank was lost.
@@ -62,21 +62,36 @@ def measure_memory(
         drafts = open_drafts(kv)
         rule = model.prefers_absorbed
 
-        def run(slots: Sequence[StepSlot]) -> None:
+        def step(slots: Sequence[StepSlot]) -> None:
+            whole = frozenset(slot.sequence_id for slot in slots)
+            if model.spec.num_hidden_layers not in asked.reads and len(slots) > 1:
+                whole = frozenset()
+            inputs = build_inputs(slots, whole, kv.page_shape, rule, home=home)
+            read = ReadStates(asked.reads) if asked.reads else None
+            hidden = model.forward(inputs.to(model.device), kv, read=read)
+            logits = None
+            if model.stage.is_last:
+                logits = model.logits(hidden[: asked.step_sequences])
+                sample(logits)
+            if drafts is not None and read is not None:
+                drafts.keep(inputs.input_rows, read.rows, None, handed_on=False)
+            del logits  # as in a step that is served, they are there until then
+
+        def run(slots: Sequence[StepSlot], *, with_most_left: bool = False) -> None:
             if not model.has_rest:
                 model.serve_pass()
                 return
-            whole = frozenset([0]) if len(slots) == 1 else frozenset[int]()
-            inputs = build_inputs(slots, whole, kv.page_shape, rule, home=home)
-            hidden = model.forward(inputs.to(model.device), kv)
-            if model.stage.is_last:
-                sample(model.logits(hidden[: asked.step_sequences]))
+            like = torch.empty(0, model.spec.hidden_size, dtype=model.dtype, device=model.device)
+            if drafts is not None and with_most_left:
+                drafts.leave_most([slot for slot in slots if len(slot.tokens) == 1], like)
+            step(slots)
             if drafts is not None:
-                _draft(drafts, slots, hidden)
+                drafts.try_out(slots, like)
+                drafts.forget(slot.sequence_id for slot in slots)
 
         def largest() -> None:
             for slots in largest_steps(asked):
-                run(slots)
+                run(slots, with_most_left=True)
 
         for slots in steps_of_all_sizes(asked):
             run(slots)
@@ -88,19 +103,6 @@ def measure_memory(
         mine = [own.total_bytes, own.resident_bytes, own.step_bytes]
         everyone = group.gather(torch.tensor(mine, device=model.device))
     return [GpuMemory(*each) for each in everyone.view(-1, 3).tolist()]
-
-
-def _draft(layer: DraftLayer, slots: Sequence[StepSlot], like: torch.Tensor) -> None:
-    """Compute a step's rows of the layer that drafts, after any states."""
-    most = layer.window or max(len(slot.tokens) for slot in slots)
-    last = [
-        msgspec.structs.replace(
-            slot, start=slot.start + max(0, len(slot.tokens) - most), tokens=slot.tokens[-most:]
-        )
-        for slot in slots
-    ]
-    rows = sum(len(slot.tokens) for slot in last)
-    layer.compute(last, layer.states(like.new_zeros(rows, len(layer.reads) * like.shape[1])))
 
 
 def largest_steps(asked: Measure) -> list[list[StepSlot]]:

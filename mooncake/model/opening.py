@@ -29,8 +29,7 @@ from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.device.graphs import most_rows
 from mooncake.model.device.pages import PageMemory
 from mooncake.model.drafts.eagle3 import Eagle3Head
-from mooncake.model.drafts.layers import draft_layer, load_head
-from mooncake.model.drafts.model_drafts import DraftLayer
+from mooncake.model.drafts.layers import draft_layer, drafts_over, layers_read, load_head
 from mooncake.model.grammars.following import Grammars
 from mooncake.model.grammars.grammar_tokens import load_grammar_tokens
 from mooncake.model.kimi_k2 import KimiK2
@@ -235,17 +234,16 @@ class ModelSource:
             return config.num_blocks
         self.load()
         assert self._model is not None
-        homes = config.num_homes
+        homes, model, drafted = config.num_homes, self._model, self._most_drafted(config)
         asked = Measure(
             layout, homes, config.max_batched_tokens, config.max_num_seqs, config.max_model_len,
-            self._most_drafted(config),
+            drafted, layers_read(model, self._head, drafted),
         )  # fmt: skip
-        model, copies = self._model, self._device.open_copies()
+        copies = self._device.open_copies()
         sampler = self._sampler(copies)
         group = None if self.lead is None else self.lead.group
 
-        def drafts(kv: KvTensors) -> DraftLayer | None:
-            return draft_layer(model, self._head, kv, asked.num_drafted, copies or HostCopies())
+        drafts = drafts_over(model, self._head, drafted, copies or HostCopies())
 
         def measure() -> list[GpuMemory]:
             return measure_memory(model, meter, asked, group, sampler.try_out, drafts)
@@ -253,8 +251,8 @@ class ModelSource:
         ranks = measure() if self.lead is None else self.lead.measure(asked, measure)
         if not self._options.measure_pages or not model.has_rest:
             return config.num_blocks
-        tp, drafted = self._options.shape.tp, self._draft_bytes(config)
-        ranks = [*(rank.beside(drafted) for rank in ranks[:tp]), *ranks[tp:]]
+        tp, captured = self._options.shape.tp, self._draft_bytes(config)
+        ranks = [*(rank.beside(captured) for rank in ranks[:tp]), *ranks[tp:]]
         page = PageArray(layout, homes, homes)
         each = pages_that_fit(
             ranks,

@@ -4,6 +4,7 @@ the CPU that computes no drafts, and as many right drafts as that rank makes.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ import torch
 
 from mooncake.base import SamplingParams, Shape
 from mooncake.engine.config import EAGLE3, MTP, NGRAM, SpeculativeConfig
-from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS, RowCost
+from mooncake.engine.speculation import ACCEPTED_TOKENS, DRAFT_TOKENS, RowCost, Speculation
 from mooncake.launch.worker.ranks import rank_processes
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
@@ -21,7 +22,7 @@ from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.drafts.captured import CapturedGuesses
 from mooncake.model.drafts.eagle3 import Eagle3Head
 from mooncake.model.kimi_k2 import KimiK2
-from tests.device.served import Joins, Served, prompt, served
+from tests.device.served import BLOCK_TOKENS, CONFIG, Joins, Served, prompt, served
 from tests.device.test_ranks import CAPTURED, EAGER
 from tests.support.cuda.install import emulated
 from tests.support.cuda.ops import reference_ops
@@ -74,12 +75,15 @@ def methods(checkpoint: Path, wanted: Answers) -> dict[str, SpeculativeConfig]:
         MLA: write_head(folder / "mla", config, random_tensors(config, spec)),
     }
     return {
-        NGRAM: SpeculativeConfig(method=NGRAM, num_speculative_tokens=2, prompt_lookup_min=1),
-        MTP: SpeculativeConfig(method=MTP, num_speculative_tokens=2),
-    } | {
-        name: SpeculativeConfig(method=EAGLE3, num_speculative_tokens=2, model=str(head))
-        for name, head in heads.items()
+        NGRAM: drafts_of(NGRAM, prompt_lookup_min=1),
+        MTP: drafts_of(MTP),
+        **{name: drafts_of(EAGLE3, model=str(head)) for name, head in heads.items()},
     }
+
+
+def drafts_of(method: str, **settings: Any) -> SpeculativeConfig:
+    """Return settings for two drafts."""
+    return SpeculativeConfig(method=method, num_speculative_tokens=2, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +160,26 @@ def test_drafts_change_no_token(
     assert most == (2 if backend == CAPTURED else 0), "steps with drafts are replayed"
     num_makes = 0 if backend == EAGER or method == NGRAM else found[DRAFT_TOKENS] / 4
     assert guessed.call_count >= num_makes, "and what makes the drafts"
+
+
+def test_pages_leave_room_for_the_states_that_drafts_are_made_from(tmp_path: Path) -> None:
+    """Of sequences for which none are made for so long that all are due in one step."""
+    wide = {"num_nextn_predict_layers": 1, "hidden_size": 512, "num_hidden_layers": 2}
+    path = init_checkpoint("k2-nano", 0, tmp_path / "wide", dtype="float32", overrides=wide)
+    config = dataclasses.replace(
+        CONFIG, max_num_seqs=12, max_batched_tokens=12, max_waiting=12, num_blocks=10**6
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=BLOCK_TOKENS + 2)
+    room = {"measure_pages": True, "gpu_memory_utilization": 1.0}
+    with (
+        mock.patch.object(Speculation, "choose", return_value={}),
+        emulated(device_bytes=24 << 20) as gpus,
+        reference_ops(),
+        served(path, "cuda", EAGER, drafts=drafts_of(MTP), config=config, **room) as engine,
+    ):
+        engine.run({0: [(prompt(1, number), sampling) for number in range(12)]})
+        assert gpus.memory.peak[0] > 20 << 20, "pages take what is left"
+        gpus.finish()
 
 
 def watched(replays: type[DecodeGraphs] | type[CapturedGuesses]) -> Any:

@@ -155,6 +155,8 @@ class Measure(msgspec.Struct, frozen=True, tag="measure", array_like=True):
     """The context of the longest sequence."""
     num_drafted: int = 0
     """See `UsePages`: the head is there before memory is measured."""
+    reads: tuple[int, ...] = ()
+    """See `UsePages`."""
 
 
 RankMessage = UsePages | RankStep | Drafted | Ahead | Held | Measure | Alive | RankWord

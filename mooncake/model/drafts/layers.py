@@ -4,7 +4,7 @@ an engine opens its own, and all compute it in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from mooncake.model.device.captured_rows import CapturedRows
 from mooncake.model.device.graphs import GraphPort, most_rows
 from mooncake.model.drafts.captured import CapturedGuesses
 from mooncake.model.drafts.eagle3 import Eagle3Head, Eagle3Rows
-from mooncake.model.drafts.model_drafts import DraftLayer, last_rows
+from mooncake.model.drafts.model_drafts import DraftLayer, ModelDrafts, last_rows
 from mooncake.model.inputs import PageTables, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
@@ -37,6 +37,15 @@ def load_head(path: str | None, model: KimiK2, backends: Backends) -> Eagle3Head
     return Eagle3Head(Eagle3Files.open(Path(path), model.spec), model, backends)
 
 
+def layers_read(model: KimiK2, head: Eagle3Head | None, num_sequences: int) -> tuple[int, ...]:
+    """Return what the layer that drafts will read (see `DraftLayer`); nothing: there is none. The
+    rest: see `draft_layer`.
+    """
+    if head is not None and num_sequences:
+        return head.spec.layers
+    return () if model.mtp is None else (model.spec.num_hidden_layers,)
+
+
 def draft_layer(
     model: KimiK2, head: Eagle3Head | None, kv: KvTensors, num_sequences: int, copies: Copies
 ) -> DraftLayer | None:
@@ -47,6 +56,20 @@ def draft_layer(
     if head is not None and num_sequences:
         return Eagle3Rows(head, num_sequences, copies)
     return None if model.mtp is None else MtpRows(model, kv, copies)
+
+
+def drafts_over(
+    model: KimiK2, head: Eagle3Head | None, num_sequences: int, copies: Copies
+) -> Callable[[KvTensors], ModelDrafts | None]:
+    """Return what opens the drafts over some pages that the ranks of this stage make together, if
+    they make any. The rest: see `draft_layer`.
+    """
+
+    def opened(kv: KvTensors) -> ModelDrafts | None:
+        layer = draft_layer(model, head, kv, num_sequences, copies)
+        return None if layer is None else ModelDrafts(layer, copies, model.stage.ranks)
+
+    return opened
 
 
 class MtpRows:
@@ -60,7 +83,7 @@ class MtpRows:
         self._copies = copies
         self._tables = PageTables()
         self._captured: tuple[CapturedRows, CapturedGuesses] | None = None
-        self.reads = (model.spec.num_hidden_layers,)
+        self.reads = layers_read(model, None, 0)
         self.block_tokens = kv.page_shape[1]
 
     def states(self, read: torch.Tensor) -> torch.Tensor:

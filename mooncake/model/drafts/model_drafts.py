@@ -126,6 +126,28 @@ class ModelDrafts:
         assert not others, f"states of sequences that have ended: {sorted(others)}"
         self._layer.check_integrity(sequences)
 
+    def try_out(self, slots: Sequence[StepSlot], like: torch.Tensor) -> None:
+        """Compute rows of the layer for the tokens of these slots, after any states."""
+        most = self._layer.window or max(len(slot.tokens) for slot in slots)
+        last = [
+            msgspec.structs.replace(
+                slot, start=slot.start + max(0, len(slot.tokens) - most), tokens=slot.tokens[-most:]
+            )
+            for slot in slots
+        ]
+        read = _zeros(like, sum(len(slot.tokens) for slot in last), self._layer.reads)
+        self._layer.compute(last, self._layer.states(read))
+
+    def leave_most(self, slots: Sequence[StepSlot], like: torch.Tensor) -> None:
+        """Have as many rows of the sequences of these slots left as there can be, of any states:
+        so many that the next token makes them due.
+        """
+        most = self._layer.block_tokens or _MOST_LEFT
+        for slot in slots:
+            num = min(most, slot.start)
+            states = [_zeros(like, 1, self._layer.reads) for _ in range(num)]
+            self._left[slot.sequence_id] = _Left(slot.start + 1 - num, states, [0] * (num - 1))
+
     def make(self, slots: Sequence[StepSlot]) -> list[StepSlot]:
         """Return the slots of a step with the likeliest tokens as drafts. A sequence with drafts
         must have been in a step before.
@@ -235,6 +257,11 @@ class ModelDrafts:
             slot.sequence_id: [token for token in row if token >= 0]
             for slot, row in zip(slots, found, strict=True)
         }
+
+
+def _zeros(like: torch.Tensor, num_rows: int, reads: Collection[int]) -> torch.Tensor:
+    """Return zeros for states [rows, read width], where those of one layer are like `like`."""
+    return like.new_zeros(num_rows, len(reads) * like.shape[1])
 
 
 def _rows(slot: StepSlot, first: int, tokens: list[int], *, sample: bool = True) -> StepSlot:

@@ -58,8 +58,8 @@ from mooncake.model.copies import Copies, HostCopies, LayerReports, Mark
 from mooncake.model.device.graphs import DecodeGraphs, GraphPort
 from mooncake.model.device.pages import PageMemory
 from mooncake.model.drafts.eagle3 import Eagle3Head
-from mooncake.model.drafts.layers import draft_layer, load_head
-from mooncake.model.drafts.model_drafts import DraftLayer, ModelDrafts
+from mooncake.model.drafts.layers import draft_layer, drafts_over, load_head
+from mooncake.model.drafts.model_drafts import ModelDrafts
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.measuring import MemoryMeter, measure_memory
@@ -404,10 +404,7 @@ class Follower:
         """Measure the memory of this rank with the others."""
         assert self._meter is not None, "the lead measures memory and this rank does not"
         self._load_head(asked.num_drafted)
-
-        def drafts(kv: KvTensors) -> DraftLayer | None:
-            return draft_layer(self._model, self._head, kv, asked.num_drafted, self._copier)
-
+        drafts = drafts_over(self._model, self._head, asked.num_drafted, self._copier)
         measure_memory(self._model, self._meter, asked, self._group, open_drafts=drafts)
         self._group.meet()
 
