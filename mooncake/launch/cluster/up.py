@@ -199,8 +199,11 @@ def _check_memory(machine: Machine, planned: Sequence[tuple[Part, ServePlan]]) -
         )
 
 
-def _children(machine: Machine, planned: list[tuple[Part, ServeConfig, ServePlan]]) -> list[_Child]:
-    """Return the processes with the cores and GPUs that each gets.
+def _children(
+    machine: Machine, planned: list[tuple[Part, ServeConfig, ServePlan]], others: list[Part]
+) -> list[_Child]:
+    """Return the processes with the cores and GPUs that each gets. others: those that start engines
+    or stages when asked, with the GPUs that are left.
 
     Raises:
         ConfigError: there are not enough GPUs.
@@ -226,7 +229,8 @@ def _children(machine: Machine, planned: list[tuple[Part, ServeConfig, ServePlan
             own[environment.SEEN_GPUS] = ",".join(gpus[: plan.num_ranks])
             del gpus[: plan.num_ranks]
         children.append(_Child(dataclasses.replace(part, given=given), own))
-    return children
+    left = {environment.SEEN_GPUS: ",".join(gpus)} if on_gpus else {}
+    return [*children, *(_Child(part, environ | left) for part in others)]
 
 
 class Up:
@@ -395,9 +399,8 @@ def up(
     machine = own_machine(cluster, name, labels)
     os.chdir(path.resolve().parent)
     planned = plan_parts(cluster, machine)
-    children = _children(machine, planned)
     others = [part for part in cluster.parts(machine) if part.role in (STAGE, RAY)]
-    children += [_Child(part, dict(environment.variables())) for part in others]
+    children = _children(machine, planned, others)
     say(f"{machine.name}: {', '.join(child.part.name for child in children)}")
     if dry_run:
         for child in children:

@@ -188,7 +188,8 @@ def _gpus_of(plan: ServePlan, role: Role) -> float:
         return 0.0
     there, wanted = machine_facts.num_gpus(), plan.num_ranks
     if wanted <= there or not there:
-        return float(plan.ranks[role].shape.num_ranks)
+        shape = plan.ranks[role].shape
+        return float(shape.tp if plan.stage_hosts else shape.num_ranks)
     return math.floor(GPU_SHARES / math.ceil(wanted / there)) / GPU_SHARES
 
 
@@ -326,8 +327,8 @@ def joining_workers(config: ServeConfig, facts: ClusterFacts, secret: str) -> li
                 num_threads=each.options.num_threads, cache_dir=each.options.cache_dir,
                 cpu_isa=each.options.cpu_isa, compile_cache=each.options.compile_cache,
                 rank_backend=template.options.rank_backend
-                if config.rank_backend == "auto"
-                else config.rank_backend,
+                if each.options.rank_backend == "auto"
+                else each.options.rank_backend,
                 measure_pages=each.options.measure_pages,
                 draft_model=each.options.draft_model, head_at_start=each.options.head_at_start,
                 gpu_memory_utilization=each.options.gpu_memory_utilization,

@@ -237,7 +237,7 @@ class ClusterFile:
             given |= {"health_host": machine.address}
             given |= {f"health_ssl_{name}": file for name, file in tls.items()}
             if self.stage_hosts and str(of_role.get(_STAGES, 1)) != "1":
-                given |= {"stage_hosts": self.stage_hosts, "rank_backend": "gloo"}
+                given |= {"stage_hosts": self.stage_hosts}
             given |= of_role
         return Part(name=f"{role}-{index}", role=role, given=given)
 

@@ -121,7 +121,9 @@ class ServePlan:
 
     @property
     def num_ranks(self) -> int:
-        return sum(number * self.ranks[role].shape.num_ranks for role, number in self.engines)
+        """How many ranks of engines are on this machine."""
+        here = ((number, self._here(role)) for role, number in self.engines)
+        return sum(number * memory.shape.tp * len(memory.stages) for number, memory in here)
 
     @property
     def engines(self) -> list[tuple[Role, int]]:
@@ -302,8 +304,9 @@ def make_plan(config: ServeConfig, cores: int) -> ServePlan:
     shapes, gpu_node = _shapes(config, model), _gpu_node(config)
     draft_bytes = _draft_bytes(config, model)
     num_prefills, num_decodes, num_kvstores = _counts(config, shapes)
-    num_ranks = num_prefills * shapes[Role.PREFILL].num_ranks
-    of_decode = shapes[Role.DECODE]
+    here = _here(config, shapes)
+    num_ranks = num_prefills * here[Role.PREFILL].num_ranks
+    of_decode = here[Role.DECODE]
     num_ranks += num_decodes * of_decode.num_ranks + num_decodes // of_decode.dp * of_decode.experts
     num_threads = config.num_threads or max(1, cores // max(1, num_ranks))
     device, num_gpus = _devices(config, gpu_node)
@@ -574,6 +577,15 @@ def _devices(config: ServeConfig, gpu_node: GpuNode | None) -> tuple[str, int]:
     return config.device, num_gpus
 
 
+def _here(config: ServeConfig, shapes: Mapping[Role, Shape]) -> Mapping[Role, Shape]:
+    """Return the shapes of what is on this machine: of engines whose other stages are elsewhere,
+    the last stage.
+    """
+    if not config.stage_hosts:
+        return shapes
+    return {role: msgspec.structs.replace(shape, pp=1) for role, shape in shapes.items()}
+
+
 def _refusal(
     config: ServeConfig,
     shapes: Mapping[Role, Shape],
@@ -589,7 +601,8 @@ def _refusal(
         for shape in shapes.values():
             _check_served(shape, device, config)
         if device == "cuda":
-            engines = [shapes[role] for role, number in started.items() for _ in range(number)]
+            here = _here(config, shapes)
+            engines = [here[role] for role, number in started.items() for _ in range(number)]
             check_one_machine(engines, num_gpus, sized=sized is not None)
     except ConfigError as error:
         return error.message
@@ -606,6 +619,8 @@ def _options(
     sized = config.num_gpu_blocks_override or config.kv_cache_memory_bytes
     values = values_of(config, ModelOptions)
     values["eplb"] = _eplb(config, model.spec, shapes)
+    if config.stage_hosts and device == "cpu":
+        values["rank_backend"] = "gloo"
     return ModelOptions(
         device=device,
         measure_pages=device == "cuda" and sized is None,
@@ -677,11 +692,6 @@ def _check_served(shape: Shape, device: str, config: ServeConfig) -> None:
             f"{flag}: workers that join a running cluster hold their experts themselves; leave it "
             f"out, or raise {DP_FLAG}"
         )
-    if config.stage_hosts and device == "cuda":
-        raise ConfigError(
-            "stage-hosts: stages on GPUs are all on the worker's machine so far; leave it out, "
-            "or use --device cpu"
-        )
     if device == "cuda" and config.enable_eplb and config.expert_device == "cpu":
         raise ConfigError(
             "enable-eplb: experts in DRAM beside a GPU are not moved yet (expert-device=cpu); "
@@ -709,8 +719,10 @@ def _stage_hosts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[tup
             )
     if not staged:
         raise ConfigError(f"stage-hosts: no engine has stages; add --{PP_FLAG} 2")
-    if config.rank_backend != "gloo":
-        raise ConfigError("stage-hosts: ranks on several machines need --rank-backend gloo")
+    if config.rank_backend == "shm":
+        raise ConfigError(
+            "stage-hosts: ranks on several machines share no memory; leave out rank-backend=shm"
+        )
     if config.colocated:
         raise ConfigError(
             "stage-hosts: one process (--colocated) has all its stages on this machine; leave one "

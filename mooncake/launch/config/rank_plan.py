@@ -377,7 +377,7 @@ def check_one_machine(engines: Sequence[Shape], num_gpus: int, *, sized: bool) -
         together = shape.num_ranks * shape.num_sharers
         if together <= num_gpus:
             continue
-        flag, what = f"{PP_FLAG}={shape.pp}", "stages on GPUs are all on the worker's machine"
+        flag, what = f"{PP_FLAG}={shape.pp}", "without stage-hosts stages are on one machine"
         if shape.dp > 1:
             flag, what = f"{DP_FLAG}={shape.dp}", "engines that share experts are on one machine"
         raise ConfigError(

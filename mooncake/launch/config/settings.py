@@ -401,7 +401,8 @@ class ServeConfig:
         "while all else runs on the GPU")
     rank_backend: str = owned(ModelOptions, "rank_backend", OneOf(*RANK_BACKENDS), ENGINE, "NAME",
         "how the ranks of an engine exchange tensors; auto: NCCL on GPUs, otherwise shm (shared "
-        "memory); gloo: connections over loopback, slower")
+        "memory), and with --stage-hosts gloo; gloo: connections, without --stage-hosts over "
+        "loopback, slower")
     deterministic: bool = owned(ModelOptions, "deterministic", truth, ENGINE, "",
         "make results independent of the rest of the batch and, on CPUs, of the number of ranks; "
         "slower")

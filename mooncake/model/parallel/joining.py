@@ -49,25 +49,26 @@ def join(backend: str, size: int, rank: int, descriptor: int, timeout_s: float) 
 
 
 class FarStore:
-    """The store by which ranks of several machines find each other over gloo. It asks for no proof:
-    whoever reaches its port can keep ranks from meeting.
+    """The store by which ranks of several machines find each other. It asks for no proof: whoever
+    reaches its port can keep ranks from meeting.
     """
 
     def __init__(self, address: tuple[str, int]) -> None:
         """`address`: (host, port) of the lead's `ServedStore`."""
         self.address = address
 
-    def join(self, size: int, rank: int, host: str, timeout_s: float) -> Group:
-        """Return the group of all ranks, seen from `rank`, which listens at `host`. Raises
-        GroupError when the lead does not answer.
+    def join(self, backend: str, size: int, rank: int, host: str, timeout_s: float) -> Group:
+        """Return the group of all ranks, seen from `rank`. Raises GroupError when the lead does not
+        answer.
 
-        timeout_s: how long the others may take to come to an exchange.
+        backend: "gloo" or "nccl". host: where gloo listens; NCCL takes the interfaces that its own
+        environment names. timeout_s: how long the others may take to come to an exchange.
         """
         try:
             store = self._open(timeout_s)
         except RuntimeError as error:
             raise GroupError(f"the lead's store at {self.address} does not answer") from error
-        return TorchGroup(GLOO, rank, size, store, timeout_s, host=host)
+        return TorchGroup(backend, rank, size, store, timeout_s, host=host)
 
     def _open(self, timeout_s: float) -> Store:
         return TCPStore(*self.address, is_master=False, timeout=timedelta(seconds=timeout_s))

@@ -84,6 +84,8 @@ Word = tuple[RankMessage, int | None]
 
 class FollowerSettings(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
+    gpu: int = 0
+    """Which of the GPUs that its process sees is its own."""
     model: str
     dtype: str
     options: ModelOptions
@@ -456,7 +458,7 @@ def run(
     try:
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
-        device = RankDevice(options, SPEC_DTYPES[settings.dtype], settings.rank)
+        device = RankDevice(options, SPEC_DTYPES[settings.dtype], settings.gpu)
         borrowed = lent(settings)
         checkpoint = Checkpoint.open(Path(settings.model), keys(options), borrowed)
         model = device.load(checkpoint, group, sharing)

@@ -25,6 +25,8 @@ class RankWanted(msgspec.Struct, frozen=True):
 
     sent_s: float
     """Time of the lead's clock, by which its deadlines are."""
+    on_gpu: bool = False
+    """Whether the rank takes one of the machine's GPUs."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,9 @@ class FarStages:
             except HandshakeRefused as error:
                 raise Forbidden(f"stage-hosts: {host}:{port}: {error.message}") from error
 
-    def start(self, stage: int) -> tuple[socket.socket, FarRank]:
-        """Have the machine of a stage start a follower; return the socket that is the link to it.
+    def start(self, stage: int, *, on_gpu: bool = False) -> tuple[socket.socket, FarRank]:
+        """Have the machine of a stage start a follower, which takes one of its GPUs if it computes
+        `on_gpu`; return the socket that is the link to it.
 
         Raises:
             ConfigError: no host of ranks of this cluster answers there.
@@ -63,7 +66,7 @@ class FarStages:
         host, port = self.hosts[stage]
         try:
             link = SealedLink.connect((host, port), self.credential, HOSTS_NAME)
-            link.send(msgspec.msgpack.encode(RankWanted(time.monotonic())))
+            link.send(msgspec.msgpack.encode(RankWanted(time.monotonic(), on_gpu)))
         except (OSError, EOFError, MooncakeError) as error:
             raise ConfigError(
                 f"stage-hosts: {host}:{port} starts no rank ({error}); `mooncake ranks --bind-host "

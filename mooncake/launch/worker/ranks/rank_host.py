@@ -12,11 +12,13 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 import msgspec
 
 from mooncake.base import ConfigError, MooncakeError, Unavailable
 from mooncake.identity import Credential
+from mooncake.launch.host import machine_facts
 from mooncake.launch.worker.ranks.far_ranks import HOSTS_NAME, RankWanted
 from mooncake.launch.worker.ranks.rank_processes import start_follower
 from mooncake.launch.worker.ranks.sealed_link import SealedLink
@@ -46,6 +48,8 @@ class RankHost:
             raise ConfigError(f"bind-host: cannot listen at {host}:{port}: {error}") from error
         self.port: int = self._listener.getsockname()[1]
         self._places = threading.BoundedSemaphore(MAX_RANKS)
+        self._gpus = machine_facts.seen_gpus()
+        """Those that no rank has; a rank gets one alone."""
         self._lock = threading.Lock()
         self._unproven: dict[socket.socket, str] = {}
         """The origin of each connection, the oldest first."""
@@ -119,15 +123,29 @@ class RankHost:
         if not (first := link.receive()):  # a greeting
             return
         wanted = msgspec.msgpack.decode(first, type=RankWanted)
-        ours, theirs = socket.socketpair()
-        ahead_s = time.monotonic() - wanted.sent_s
-        with theirs:
-            far = self._host, repr(ahead_s)
-            child = start_follower(theirs.fileno(), (), ModelOptions().weights_key, far)
-        _log.info("rank %d follows a lead at %s", child.pid, whence)
+        far = self._host, repr(time.monotonic() - wanted.sent_s)
+        with self._one_gpu() if wanted.on_gpu else contextlib.nullcontext() as gpu:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                key = ModelOptions().weights_key
+                child = start_follower(theirs.fileno(), (), key, far, gpu)
+            _log.info("rank %d follows a lead at %s", child.pid, whence)
+            try:
+                link.relay(ours)
+            finally:
+                child.kill()
+                child.wait()
+            _log.info("rank %d has ended", child.pid)
+
+    @contextlib.contextmanager
+    def _one_gpu(self) -> Iterator[str]:
+        """Lend a GPU that no rank has. Raises Unavailable: there is none."""
+        with self._lock:
+            if not self._gpus:
+                raise Unavailable("no GPU of this machine is free for a rank")
+            gpu = self._gpus.pop(0)
         try:
-            link.relay(ours)
+            yield gpu
         finally:
-            child.kill()
-            child.wait()
-        _log.info("rank %d has ended", child.pid)
+            with self._lock:
+                self._gpus.append(gpu)

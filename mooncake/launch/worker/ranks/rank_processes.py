@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from mooncake.base import InternalError
 from mooncake.crypto.keys import KeyRing, KeySource
 from mooncake.engine.ranks.rank_group import SIGN_S, SILENT_S
 from mooncake.launch.host import environment
@@ -62,7 +63,8 @@ def start_ranks(
     one. `loan`: the weights of an engine, which they read in place of files.
 
     Raises:
-        ConfigError: the machine of a stage starts none.
+        ConfigError: the machine of a stage does not answer.
+        InternalError: a follower ended; where it is to run, the log says why.
     """
     backend, shape = options.group_kind, options.shape
     memory = make_file(backend, shape.num_ranks)
@@ -74,11 +76,13 @@ def start_ranks(
         if far is not None:
             store = ServedStore(far.own_host)
         for rank in range(1, shape.num_ranks):
-            ours, process = _start(rank, options, files, far)
+            is_far = far is not None and shape.stage_of(rank) < shape.pp - 1
+            ours, process = _start(rank, options, files, far if is_far else None)
             sockets.append(ours)
             processes.append(process)
             settings = FollowerSettings(
                 rank=rank,
+                gpu=0 if is_far else rank,
                 model=path,
                 dtype=dtype,
                 options=options,
@@ -88,11 +92,14 @@ def start_ranks(
                 number=0 if peers is None else peers.number,
                 loan=b"" if loan is None else msgspec.msgpack.encode(loan),
             )
-            send(ours, msgspec.msgpack.encode(settings))
+            try:
+                send(ours, msgspec.msgpack.encode(settings))
+            except OSError as error:
+                raise InternalError(f"rank {rank} ended before it loaded its part") from error
         if store is None:
             group = join(backend, shape.num_ranks, 0, memory, EXCHANGE_S)
         else:
-            group = store.join(shape.num_ranks, 0, store.address[0], EXCHANGE_S)
+            group = store.join(backend, shape.num_ranks, 0, store.address[0], EXCHANGE_S)
             os.close(memory)
     except BaseException:
         os.close(memory)
@@ -108,11 +115,9 @@ def start_ranks(
 def _start(
     rank: int, options: ModelOptions, files: Sequence[int], far: FarStages | None
 ) -> tuple[socket.socket, RankProcess]:
-    """Start a follower on the machine of its stage; return our end of its link."""
-    shape = options.shape
-    stage = shape.stage_of(rank)
-    if far is not None and stage < shape.pp - 1:
-        return far.start(stage)
+    """Start a follower here, or on the `far` machine of its stage; return our end of its link."""
+    if far is not None:
+        return far.start(options.shape.stage_of(rank), on_gpu=options.device != "cpu")
     ours, theirs = socket.socketpair()
     try:
         with theirs:
@@ -131,16 +136,23 @@ class Follower(RankProcess, Protocol):
 
 
 def start_follower(
-    link: int, files: Sequence[int], weights_key: KeySource, far: Sequence[str] = ()
+    link: int,
+    files: Sequence[int],
+    weights_key: KeySource,
+    far: Sequence[str] = (),
+    gpu: str | None = None,
 ) -> Follower:
     """Start a follower, which reads its settings from `link`. It ends with this process.
 
     files: descriptors of the files by which it joins its group and the group of all ranks that
     share experts. far: if the lead is on another machine, the host where the follower listens, and
-    how many seconds this machine's clock is ahead of the lead's.
+    how many seconds this machine's clock is ahead of the lead's. gpu: the only one that it sees;
+    None: those that this process sees.
     """
     descriptors = link, *files
     environ = of_follower(environment.variables(), weights_key)
+    if gpu is not None:
+        environ[environment.SEEN_GPUS] = gpu
     with Path(os.devnull).open("rb") as nothing:
         standard = nothing.fileno(), 1, 2
         numbers = range(len(standard), len(standard) + len(descriptors))
@@ -196,11 +208,13 @@ def main() -> None:
 
     def joined(settings: FollowerSettings) -> Group:
         size, timeout_s = settings.options.shape.num_ranks, settings.timeout_s
+        kind = settings.options.group_kind
         if settings.store is not None:
             there = FarStore(settings.store)
-            return there.join(size, settings.rank, host or settings.store[0], timeout_s)
+            host_here = host or settings.store[0]
+            return there.join(kind, size, settings.rank, host_here, timeout_s)
         assert memory is not None, "ranks of one machine share a file"
-        return join(settings.options.group_kind, size, settings.rank, memory, timeout_s)
+        return join(kind, size, settings.rank, memory, timeout_s)
 
     def open_moves(say: Callable[[bytes], None]) -> RankMoves:
         return RankMoves(say, host or None, float(ahead_s))

@@ -20,7 +20,7 @@ from tests.support.model.checkpoints import write_config_only
 from tests.support.model.eagle3_heads import config_of, random_tensors, write_head
 
 APART = {
-    "pipeline_parallel_size": 2, "rank_backend": "gloo", "bind_host": "10.0.0.7",
+    "pipeline_parallel_size": 2, "device": "cpu", "bind_host": "10.0.0.7",
     "stage_hosts": ["g-0-1.g.default:7100"], "cluster_secret": "hush",
 }  # fmt: skip
 

@@ -258,10 +258,6 @@ def test_some_shapes_are_planned_and_not_served_yet(
     with pytest.raises(ConfigError, match="6 ranks and 4 GPU"):  # NCCL needs a GPU for each
         plan_for(model, **alone, **shared, prefill=2)
     refused = {
-        "stage-hosts: stages on GPUs are all on the worker's machine so far": {
-            "pipeline_parallel_size": 2,
-            "stage_hosts": ("10.0.0.8:7100",),
-        },
         "data-parallel-size=2: engines on GPUs do not share experts in DRAM yet": {
             "data_parallel_size": 2,
             "enable_expert_parallel": True,
@@ -276,8 +272,8 @@ def test_some_shapes_are_planned_and_not_served_yet(
             "expert_device": "cpu",
         },
         "rank-backend=gloo: ranks on GPUs exchange by NCCL": {"rank_backend": "gloo"},
-        "pipeline-parallel-size=4: stages .* so far, and the 8 ranks of tp2-pp4 are more than its "
-        "4 GPUs": {"pipeline_parallel_size": 4, "colocated": True},
+        "pipeline-parallel-size=4: without stage-hosts .* so far, and the 8 ranks of tp2-pp4 are "
+        "more than its 4 GPUs": {"pipeline_parallel_size": 4, "colocated": True},
         "data-parallel-size=4: .* on one machine so far, and the 8 ranks of tp2-dp4-ep8 are more": {
             "data_parallel_size": 4,
             "enable_expert_parallel": True,
@@ -503,7 +499,7 @@ def test_what_roles_cannot_have(written: object, message: str) -> None:
 
 
 STAGES: dict[str, Any] = {
-    "pipeline_parallel_size": 2, "rank_backend": "gloo", "device": "cpu",
+    "pipeline_parallel_size": 2, "device": "cpu",
     "stage_hosts": ["127.0.0.2:7100"], "cluster_secret": "hush",
 }  # fmt: skip
 
@@ -519,6 +515,29 @@ def test_stages_on_other_machines_take_no_memory_here(tmp_path: Path) -> None:
         assert here.engine_bytes(role) == last.total + last.dram
         assert alone.engine_bytes(role) > here.engine_bytes(role)
     assert here.memory_rows()[-1][2] != alone.memory_rows()[-1][2]
+    assert (here.num_ranks, alone.num_ranks) == (2, 4)
+    assert here.options.group_kind == "gloo"
+
+
+def test_stages_on_gpus_of_other_machines_take_no_gpu_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines of four ranks, on a machine of four GPUs."""
+    monkeypatch.setattr(machine_facts, "num_gpus", lambda: 4)
+    model = write_k2(tmp_path / "k2", "fp8", num_hidden_layers=4)
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    here = {
+        "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "device": "cuda",
+        "dry_run": False,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="8 ranks and 4 GPU"):
+        plan_for(model, **here)
+    config = resolve({"model": str(model), **STAGES, **here}, None, {})
+    plan = make_plan(config, 8)
+    assert plan.options.group_kind == "nccl"
+    workers = cluster_workers(config, plan, "tcp://g:1", "hush", "host")
+    engines = [each for each in workers if each.role is not Role.KVSTORE]
+    assert [each.num_gpus for each in engines] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -529,7 +548,7 @@ def test_stages_on_other_machines_take_no_memory_here(tmp_path: Path) -> None:
             {"pipeline_parallel_size": 3},
             "the 3 stages of tp1-pp3 need 2, not 1; give one for each stage but",
         ),
-        ({"rank_backend": "shm"}, "need --rank-backend gloo"),
+        ({"rank_backend": "shm"}, "share no memory; leave out rank-backend=shm"),
         ({"colocated": True}, "has all its stages on this machine"),
         ({"cluster_secret": None}, "know their cluster's secret"),
         ({"stage_hosts": ["10.0.0.8:7100"]}, "other machines cannot reach 127.0.0.1"),
