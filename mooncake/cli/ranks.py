@@ -15,7 +15,8 @@ from mooncake.launch.config.settings import ServeConfig
 GROUP = "cluster"
 EXAMPLES = """\
 mooncake ranks --bind-host 10.0.0.8 --port 7100 --cluster-secret-file secret
-mooncake serve DIR -pp 2 --bind-host 10.0.0.7 --stage-hosts 10.0.0.8:7100 --cluster-secret-file secret
+mooncake serve DIR -pp 2 --bind-host 10.0.0.7 --stage-hosts 10.0.0.8:7100 \
+--cluster-secret-file secret
 """
 NOTES = """\
 The checkpoint lies at the same path on all machines. On GPUs each rank gets one of those that this

@@ -98,7 +98,7 @@ def test_a_machine_without_a_free_gpu_starts_no_rank(
         start = functools.partial(opening.start_ranks, far=far)
         monkeypatch.setattr(opening, "start_ranks", start)
         with (
-            pytest.raises(InternalError, match="rank 1 ended (before|while) it loaded its part"),
+            pytest.raises(InternalError, match=r"rank 1 ended (before|while) it loaded its part"),
             served(nano, "cuda", EAGER, shape=Shape(pp=2)),
         ):
             pass
