@@ -19,9 +19,9 @@ from mooncake.scheduler.gateway.status import ClusterStatus, LoadStatus, PoolSta
 from mooncake.telemetry.metrics import Recent
 from mooncake.telemetry.receipts import Receipts
 from tests.support.api.server import Script, ScriptedBackend, tiny_model, tiny_tokenizer
+from tests.support.waiting import LONG_S
 
-WAIT_S = 60.0
-WAIT_MS = 1000 * WAIT_S
+WAIT_MS = 1000 * LONG_S
 expect.set_options(timeout=WAIT_MS)
 
 
@@ -177,7 +177,7 @@ class ApiServerThread:
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         async def wait() -> None:
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(LONG_S):
                 while not condition():
                     await asyncio.sleep(0.01)
 
@@ -190,7 +190,7 @@ class ApiServerThread:
 
     def __enter__(self) -> ApiServerThread:
         self._thread.start()
-        assert self._serving.wait(WAIT_S)
+        assert self._serving.wait(LONG_S)
         assert self.url, "the server did not start"
         return self
 
@@ -201,5 +201,5 @@ class ApiServerThread:
         trace: TracebackType | None,
     ) -> None:
         self.loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(WAIT_S)
+        self._thread.join(LONG_S)
         assert not self._thread.is_alive(), "the server does not stop"

@@ -12,9 +12,10 @@ import httpx
 from playwright.sync_api import Route, expect
 
 from mooncake.api.config import ApiConfig
-from tests.browser.support import WAIT_S, ApiServerThread, Visit
+from tests.browser.support import ApiServerThread, Visit
 from tests.support.api.server import says
 from tests.support.serve.server_process import ServerProcess
+from tests.support.waiting import LONG_S
 
 MAX_EVENTS = 120
 """Events of the cluster's feed, one a second, before `wait_for_load` gives up."""
@@ -27,7 +28,7 @@ Visits = Callable[..., Visit]
 def wait_for_load(server: ServerProcess, wanted: int) -> None:
     """Follow the cluster until `wanted` sequences run in the engine and as many requests are in
     flight."""
-    with httpx.stream("GET", f"{server.url}/v1/cluster/events", timeout=WAIT_S) as feed:
+    with httpx.stream("GET", f"{server.url}/v1/cluster/events", timeout=LONG_S) as feed:
         events = (line for line in feed.iter_lines() if line.startswith("data: "))
         for event in itertools.islice(events, MAX_EVENTS):
             status = json.loads(event.removeprefix("data: "))["status"]
@@ -41,7 +42,7 @@ def wait_for_load(server: ServerProcess, wanted: int) -> None:
 def generating(server: ServerProcess) -> Iterator[None]:
     """Keep one long generation running."""
     body = {"prompt": "x", "max_tokens": LONG, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=WAIT_S) as reply:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=LONG_S) as reply:
         lines = reply.iter_lines()
         next(lines)
         yield
@@ -117,7 +118,7 @@ def test_the_cluster_page_follows_the_load(server: ServerProcess, visit: Visits)
         expect(figures.locator(".figure", has_text="Requests")).to_contain_text("2")
         for name in ("TTFT", "TBT"):
             expect(figures.locator(".figure", has_text=name).locator("strong")).to_contain_text("s")
-        third = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=WAIT_S)
+        third = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=LONG_S)
         assert third.status_code in (429, 503)  # two requests fill this server
         refused = page.page.locator("#refusals tbody tr").first
         expect(refused).to_contain_text(str(third.status_code))
@@ -131,7 +132,7 @@ def test_experts_that_workers_share_are_shown_by_their_rows(
     server: ServerProcess, visit: Visits
 ) -> None:
     page = visit(server.url)
-    with httpx.stream("GET", f"{server.url}/v1/cluster/events", timeout=WAIT_S) as feed:
+    with httpx.stream("GET", f"{server.url}/v1/cluster/events", timeout=LONG_S) as feed:
         line = next(line for line in feed.iter_lines() if line.startswith("data: "))
     news = json.loads(line.removeprefix("data: "))
     page.page.get_by_role("link", name="Cluster", exact=True).click()

@@ -22,6 +22,7 @@ from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.integration.cluster.test_layouts import eager
 from tests.support.kvstore.pool_process import until
 from tests.support.serve.model_cluster import ModelCluster, model_cluster, request
+from tests.support.waiting import LONG_S
 
 DTYPES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -37,7 +38,6 @@ LIVES = ["together", "apart", "apart, blocks of 32", "apart, blocks of 32", "tog
 WEIGHTS = [3, 4]
 NUM_TOKENS, NUM_OUTPUTS = 200, 12
 PROMPT = [Random(1).randrange(512) for _ in range(NUM_TOKENS)]
-WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +77,14 @@ def lived(model: Path, ssd: Path, settings: dict[str, Any], *, found: bool) -> l
     life begins.
     """
     whole = NUM_TOKENS // settings.get("block_size", 64)
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + LONG_S
     while True:
         with alive(model, ssd, settings) as cluster:
             is_whole = partial(has_blocks, cluster, whole)
             if found:
-                until(is_whole, "a former life's blocks on the disk", WAIT_S)
+                until(is_whole, "a former life's blocks on the disk", LONG_S)
             tokens, num_cached = answer(cluster)
-            until(is_whole, "the blocks to go down to the disk", WAIT_S)
+            until(is_whole, "the blocks to go down to the disk", LONG_S)
         assert found or not num_cached, "another kind's blocks were found"
         if bool(num_cached) is found:
             return tokens

@@ -61,9 +61,9 @@ from tests.support.model.checkpoints import write_config_only
 from tests.support.model.tiny_models import kv_for, ours, source_of, truth
 from tests.support.serve.local_world import SocketWorld, request
 from tests.support.serve.plain_settings import worker_settings
+from tests.support.waiting import LONG_S
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 60.0
 MAKERS = {"Thread", "VitalThread", "ThreadPoolExecutor", "start_deep_thread"}
 
 VITAL = "its process ends"
@@ -275,7 +275,7 @@ def test_a_worker_ends_with_any_of_its_threads_and_requests_go_on(model: str) ->
     async def ask(world: SocketWorld, stop: asyncio.Event) -> None:
         while not stop.is_set():
             prompt = [len(ended) * 7 % 90 + place for place in range(100)]
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(LONG_S):
                 _, final = await world.generate(request(len(ended), prompt, 40))
             ended.append(final)
             await asyncio.sleep(0.02)
@@ -289,14 +289,14 @@ def test_a_worker_ends_with_any_of_its_threads_and_requests_go_on(model: str) ->
             await world.until(lambda: len(ended) > num_before)
             child.stdin.write(name + "\n")
             child.stdin.flush()
-            assert await asyncio.to_thread(child.wait, WAIT_S) == 1, name
+            assert await asyncio.to_thread(child.wait, LONG_S) == 1, name
             assert child.stderr is not None
             told = child.stderr.read()
             assert name == "MainThread" or f"thread {name} failed" in told
 
     async def play() -> None:
         world, stop = SocketWorld(model, prefill=1, decode=1, kvstore=0), asyncio.Event()
-        async with world.driven(), asyncio.timeout(2 * WAIT_S):
+        async with world.driven(), asyncio.timeout(2 * LONG_S):
             with worker_process(world.settings_of(Role.PREFILL)):
                 asking = asyncio.create_task(ask(world, stop))
                 for name in DYING:
@@ -338,10 +338,10 @@ class Faults:
 
     def wait(self) -> threading.Thread:
         """Wait for the first one to end, and return it."""
-        assert self._came.wait(WAIT_S), "the exception went nowhere"
+        assert self._came.wait(LONG_S), "the exception went nowhere"
         [thread] = self.threads
         assert thread is not None
-        thread.join(WAIT_S)
+        thread.join(LONG_S)
         return thread
 
     def of(self, name: str) -> None:
@@ -372,7 +372,7 @@ VitalThread(lambda: 1 / 0, "that one").start()
 time.sleep(60)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S, cwd=ROOT
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LONG_S, cwd=ROOT
     )
     assert done.returncode == 1
     assert done.stdout == "goes on\n"
@@ -416,7 +416,7 @@ def test_disks(faults: Faults, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     disks.checksum([0])
     events: list[DiskDone | DiskScanned] = []
     while len(events) < 2:
-        assert poll.poll(1000 * WAIT_S)
+        assert poll.poll(1000 * LONG_S)
         events += disks.poll()
     [done] = [event for event in events if isinstance(event, DiskDone)]
     assert done.outcomes == [Outcome.FAILED]
@@ -562,7 +562,7 @@ def test_blocks_that_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     hasher.start([0, 1, 2])
     poll = select.poll()
     poll.register(hasher.fileno(), select.POLLIN)
-    assert poll.poll(1000 * WAIT_S)
+    assert poll.poll(1000 * LONG_S)
     assert [done.checksums for done in hasher.poll()] == [[0, 0, 0]]
     hasher.close()
 
@@ -652,7 +652,7 @@ def test_a_callback_of_a_gateway_that_fails_ends_alone() -> None:
     async def answer() -> str:
         return "it goes on"
 
-    assert asyncio.run_coroutine_threadsafe(answer(), loop).result(WAIT_S) == "it goes on"
+    assert asyncio.run_coroutine_threadsafe(answer(), loop).result(LONG_S) == "it goes on"
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(WAIT_S)
+    thread.join(LONG_S)
     loop.close()

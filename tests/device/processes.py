@@ -11,6 +11,7 @@ from typing import Any
 
 from mooncake.launch.host.processes.fork_server import Origin
 from tests.support.followers import forked_by
+from tests.support.waiting import LONG_S
 
 FOUND_S = 600.0
 """A process may take this long until its next value: on two cores, beside other tests."""
@@ -55,7 +56,7 @@ class Processes:
     def join(self) -> None:
         """Wait for the end of all."""
         for process in self.each:
-            process.join(60.0)
+            process.join(LONG_S)
 
 
 def _run(pipe: Connection, work: Work, arguments: tuple[Any, ...], forks: str | None) -> None:

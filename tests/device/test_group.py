@@ -21,6 +21,7 @@ from mooncake.model.parallel.torch_group import ONE_SHOT_BYTES
 from tests.device.processes import Processes
 from tests.support.cuda.install import Emulated, emulated
 from tests.support.cuda.streams import ORDERS
+from tests.support.waiting import LONG_S
 
 Work = Callable[[Group, Emulated], Any]
 
@@ -138,7 +139,7 @@ def with_one_that_stays_away(group: Group, gpus: Emulated) -> list[bool]:
     waiting.join(1.0)
     found = [waiting.is_alive()]
     group._ranks.abort()  # type: ignore[attr-defined]
-    waiting.join(30.0)
+    waiting.join(LONG_S)
     found.append(waiting.is_alive())
     with pytest.raises(GroupError, match="aborted"):
         group.gather(x)

@@ -27,6 +27,7 @@ from tests.support.cuda.mutants import Wait, waits_of, without
 from tests.support.cuda.ops import reference_ops
 from tests.support.cuda.streams import ORDERS
 from tests.support.model.tiny_models import slot
+from tests.support.waiting import LONG_S
 
 JOINS: Joins = {
     0: [
@@ -76,7 +77,7 @@ class Ended:
         self._event.set()
 
     def wait(self) -> None:
-        assert self._event.wait(60.0), "nobody says that it has ended"
+        assert self._event.wait(LONG_S), "nobody says that it has ended"
         assert self._error is None, self._error
 
 

@@ -30,6 +30,7 @@ from mooncake_kernels.reference.router import Routing
 
 from mooncake.launch.host import environment
 from tests.support.kernels.gates import assert_product
+from tests.support.waiting import LONG_S
 
 CPU = torch.device("cpu")
 needs_compiled_code = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
@@ -447,7 +448,7 @@ def test_of_those_that_start_at_once_one_compiles(
 
     def compile_slowly(target: Path, wanted: build.Isa) -> None:
         begun.set()
-        assert may_end.wait(60)
+        assert may_end.wait(LONG_S)
         compiled.append(target)
         target.write_text("code")
 
@@ -455,9 +456,9 @@ def test_of_those_that_start_at_once_one_compiles(
     monkeypatch.setattr(build.ctypes, "CDLL", str)
     with ThreadPoolExecutor() as threads:
         each = [threads.submit(build._loaded, build.isa()) for _ in range(3)]
-        assert begun.wait(60)
+        assert begun.wait(LONG_S)
         may_end.set()
-        said = sorted(one.result(60)[1] for one in each)
+        said = sorted(one.result(LONG_S)[1] for one in each)
     [file] = compiled
     assert file.parent == fresh
     assert said == ["compiled now", *[f"kept as {file}"] * 2]

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.support.waiting import LONG_S
+
 GAUGE = "vllm:kv_cache_usage_perc"
 TOKEN_S = 0.003
 CONTEXT = 8192
@@ -98,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
             hangs = state.faults.hangs_one_in and state.num_asked % state.faults.hangs_one_in == 0
         try:
             if hangs:
-                state.ending.wait(60)
+                state.ending.wait(LONG_S)
             self._answer(prompt, body)
             released = True
         except OSError:

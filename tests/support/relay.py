@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tests.support.waiting import LONG_S
+
 _PIECE_BYTES = 65_536
 
 
@@ -122,7 +124,7 @@ class Relay:
         self._listener.close()
         self.hang_up()
         for thread in self._threads:
-            thread.join(10.0)
+            thread.join(LONG_S)
 
     def __enter__(self) -> Relay:
         return self

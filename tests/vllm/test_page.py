@@ -22,7 +22,7 @@ import pytest
 from benchmarks.support.servers import VLLM_ENV, Layout, running
 from benchmarks.support.vllm_environment import why_no_connector
 from tests.support.docs.typed import in_shell
-from tests.support.kvstore.pool_process import START_S, until
+from tests.support.kvstore.pool_process import until
 from tests.vllm import servers
 from tests.vllm.docs import ROOT, documented_block
 from tests.vllm.servers import WAIT_S, Vllm, free_port, prompt
@@ -103,7 +103,7 @@ class Reader:
             )  # fmt: skip
         try:
             until(lambda: node.poll() is not None or b"pool node at" in log.read_bytes(),
-                  f"{name} is up", START_S)  # fmt: skip
+                  f"{name} is up")  # fmt: skip
             assert node.poll() is None, log.read_text()
             yield
         finally:

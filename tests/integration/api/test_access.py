@@ -40,6 +40,7 @@ from tests.support.api.server import (
     tiny_model,
     tiny_tokenizer,
 )
+from tests.support.waiting import LONG_S
 
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
@@ -52,7 +53,6 @@ ANSWERS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", ASK | {"model": "tiny", "max_tokens": 5}),
 ]
 """Bodies for all routes that give answers."""
-LIMIT_S = 60.0
 LONG_TOKEN = tiny_tokenizer().special_id("<|tool_calls_section_begin|>")
 
 
@@ -100,7 +100,7 @@ async def limited_api_server(
         )
     )
     try:
-        async with httpx.AsyncClient(base_url=await address, timeout=LIMIT_S) as client:
+        async with httpx.AsyncClient(base_url=await address, timeout=LONG_S) as client:
             yield client
     finally:
         stop.set()
@@ -276,7 +276,7 @@ async def streams(
     async with client.stream("POST", CHAT, json=body, headers=bearer(name)) as reply:
         assert reply.status_code == 200
         yield
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(LONG_S):
         while backend.num_running > num_before:
             await asyncio.sleep(0)
 
@@ -308,7 +308,7 @@ class SlowTokenizer:
 
     def encode(self, text: str, **how: Any) -> list[int]:
         self.num_begun += 1
-        self.go_on.wait(LIMIT_S)
+        self.go_on.wait(LONG_S)
         found: list[int] = self._of.encode(text, **how)
         return found
 
@@ -338,7 +338,7 @@ def test_a_client_that_leaves_during_tokenizing_frees_its_place_at_once(
         alice = key("alice", max_concurrent=1)
         async with limited_api_server(backend, alice, limits=limits, model=model) as client:
             asking = asyncio.ensure_future(client.post(path, json=body, headers=bearer("alice")))
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(LONG_S):
                 while not slow.num_begun:
                     await asyncio.sleep(0.01)
                 assert (
@@ -372,7 +372,7 @@ def slow_writing(
 
     def slow(self: CompletionRenderer, *of: Any) -> bytes:
         begun.release()
-        assert go_on.wait(LIMIT_S)
+        assert go_on.wait(LONG_S)
         return whole(self, *of)
 
     monkeypatch.setattr(CompletionRenderer, "whole", slow)
@@ -402,7 +402,7 @@ def test_answers_that_are_written_for_one_tenant_hold_up_neither_probes_nor_text
         async with limited_api_server(ScriptedBackend(says("hello")), *keys) as client:
             flood = asking(client, "alice", 50)
             for _ in range(2):
-                assert await asyncio.to_thread(begun.acquire, timeout=LIMIT_S)
+                assert await asyncio.to_thread(begun.acquire, timeout=LONG_S)
             # A probe asks in a thread, too.
             assert (await client.get("/health/live")).status_code == 200
             text = {"prompt": "some text"}
@@ -423,7 +423,7 @@ def test_a_flood_of_what_needs_no_key_asks_once_at_a_time(path: str) -> None:
 
     def vitals() -> list[Vitals]:
         begun.release()
-        assert go_on.wait(LIMIT_S)
+        assert go_on.wait(LONG_S)
         return []
 
     class Slow(ScriptedBackend):
@@ -435,7 +435,7 @@ def test_a_flood_of_what_needs_no_key_asks_once_at_a_time(path: str) -> None:
         backend = Slow(says("hello"))
         async with limited_api_server(backend, key("alice"), vitals=vitals) as client:
             flood = [asyncio.create_task(client.get(path)) for _ in range(50)]
-            assert await asyncio.to_thread(begun.acquire, timeout=LIMIT_S)
+            assert await asyncio.to_thread(begun.acquire, timeout=LONG_S)
             assert (await client.get("/ping")).status_code == 200
             assert not begun.acquire(blocking=False)
             go_on.set()
@@ -455,9 +455,9 @@ def test_a_client_that_leaves_while_its_answer_waits_to_be_written_frees_its_pla
         async with limited_api_server(backend, *keys) as client:
             busy = asking(client, "alice", 2)
             for _ in range(2):
-                assert await asyncio.to_thread(begun.acquire, timeout=LIMIT_S)
+                assert await asyncio.to_thread(begun.acquire, timeout=LONG_S)
             (leaving,) = asking(client, "bob", 1)
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(LONG_S):
                 while len(backend.requests) < 3 or backend.num_running:
                     await asyncio.sleep(0.01)
                 assert (await client.post(CHAT, json={}, headers=bearer("bob"))).status_code == 429
@@ -614,7 +614,7 @@ def test_a_client_that_leaves_while_its_schema_is_compiled_frees_its_place_at_on
 
     def slow(*args: Any) -> Any:
         begun.set()
-        go_on.wait(LIMIT_S)
+        go_on.wait(LONG_S)
         return whole(*args)
 
     monkeypatch.setattr(chat_call, "chat_constraint", slow)
@@ -624,10 +624,10 @@ def test_a_client_that_leaves_while_its_schema_is_compiled_frees_its_place_at_on
         body = ASK | {"response_format": {"type": "json_object"}}
         async with limited_api_server(backend, key("alice", max_concurrent=1)) as client:
             asking = asyncio.ensure_future(client.post(CHAT, json=body, headers=bearer("alice")))
-            assert await asyncio.to_thread(begun.wait, LIMIT_S)
+            assert await asyncio.to_thread(begun.wait, LONG_S)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(LONG_S):
                 while (
                     reply := await client.post(CHAT, json=ASK, headers=bearer("alice"))
                 ).status_code == 429:
@@ -751,7 +751,7 @@ def test_a_call_that_is_left_gives_its_permit_back() -> None:
                     refused = await client.post(CHAT, json=ASK, headers=bearer("alice"))
                     assert refused.status_code == 429
                     assert "1 requests at a time" in refused.json()["error"]["message"]
-                async with asyncio.timeout(LIMIT_S):
+                async with asyncio.timeout(LONG_S):
                     while backend.num_running:
                         await asyncio.sleep(0)
                     while await is_refused(client):

@@ -12,6 +12,7 @@ import pytest
 from mooncake.api.config import ApiConfig
 from mooncake.telemetry.log import TextFormatter
 from tests.support.api.server import ScriptedBackend, answer, live_api_server, says
+from tests.support.waiting import LONG_S
 
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
@@ -38,7 +39,7 @@ def ask(config: ApiConfig, *paths: str) -> None:
         backend = ScriptedBackend(says("hello"))
         async with (
             live_api_server(backend, config=config) as url,
-            httpx.AsyncClient(base_url=url) as client,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as client,
         ):
             for number, path in enumerate(paths):
                 headers = {"X-Request-Id": f"r{number}", "Authorization": f"Bearer {KEY}"}
@@ -73,7 +74,7 @@ def test_so_has_a_client_that_left(lines: Any) -> None:
         backend = ScriptedBackend(lambda request: [*answer(request, [97, 98])[:1], None])
         config = ApiConfig(port=0, drain_s=0.2, access_log=True)
         async with live_api_server(backend, config=config) as url:
-            async with httpx.AsyncClient(base_url=url) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=LONG_S) as client:
                 asked = asyncio.create_task(client.post(CHAT, json=ASK))
                 while not backend.num_hanging:
                     await asyncio.sleep(0)

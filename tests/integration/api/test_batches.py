@@ -37,6 +37,7 @@ from tests.support.api.server import (
     tiny_model,
     tiny_tokenizer,
 )
+from tests.support.waiting import LONG_S
 
 EACH = (Priority.INTERACTIVE, Priority.BATCH)
 
@@ -83,7 +84,7 @@ def run(
 
 def database(folder: Path, *words: str) -> list[Any]:
     """Run SQL beside the server."""
-    db = sqlite3.connect(folder / "batches.sqlite", timeout=60)
+    db = sqlite3.connect(folder / "batches.sqlite", timeout=LONG_S)
     with db:
         found = [row for each in words for row in db.execute(each)]
     db.close()
@@ -186,7 +187,7 @@ def test_what_is_wrong_with_a_batch_is_told_by_field(tmp_path: Path) -> None:
     async def play(client: AsyncOpenAI, url: str) -> None:
         batch = await until(client, await start(client, [line("a")]))
         good = {"input_file_id": batch.input_file_id, "endpoint": CHAT}
-        async with httpx.AsyncClient(base_url=url, timeout=60) as plain:
+        async with httpx.AsyncClient(base_url=url, timeout=LONG_S) as plain:
             for wrong, status, named in (
                 ({"endpoint": "/v1/embeddings"}, 400, "no embeddings"),
                 ({"endpoint": "/v1/responses"}, 400, "endpoint"),
@@ -234,7 +235,7 @@ def test_uploads_that_are_refused_leave_nothing(tmp_path: Path) -> None:
                     purpose="batch",
                     expires_after={"anchor": "created_at", "seconds": seconds},
                 )
-        async with httpx.AsyncClient(base_url=url, timeout=60) as plain:
+        async with httpx.AsyncClient(base_url=url, timeout=LONG_S) as plain:
             form = {"content-type": "multipart/form-data; boundary=X"}
             head = b'--X\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
             for body, named in (
@@ -650,7 +651,7 @@ def test_answers_that_fill_the_room_of_a_tenant_end_its_batches(tmp_path: Path) 
         batch = await until(client, await start(client, [line(f"q{at}") for at in range(9)]))
         assert batch.output_file_id is not None
         again = {"input_file_id": batch.input_file_id, "endpoint": CHAT}
-        async with httpx.AsyncClient(base_url=url, timeout=60) as plain:
+        async with httpx.AsyncClient(base_url=url, timeout=LONG_S) as plain:
             refused = await plain.post("/v1/batches", json=again)
             assert (refused.status_code, "max-tenant-batch-bytes" in refused.text) == (403, True)
             await client.files.delete(batch.output_file_id)
@@ -745,7 +746,7 @@ def test_lines_have_receipts_of_their_tenant_and_the_ids_of_their_batch(tmp_path
         name = output[0]["response"]["request_id"]
         assert output[0]["response"]["body"]["id"] == f"chatcmpl-{name}"
         path = f"{url}/v1/requests/chatcmpl-{name}/receipt"
-        async with httpx.AsyncClient(timeout=60) as plain:
+        async with httpx.AsyncClient(timeout=LONG_S) as plain:
             own, other = [
                 await plain.get(path, headers={"Authorization": f"Bearer {each.name}"})
                 for each in keys
@@ -759,7 +760,7 @@ def test_lines_have_receipts_of_their_tenant_and_the_ids_of_their_batch(tmp_path
 
 def test_a_repeat_with_an_idempotency_key_makes_nothing_new(tmp_path: Path) -> None:
     async def play(client: AsyncOpenAI, url: str) -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as plain:
+        async with httpx.AsyncClient(base_url=url, timeout=LONG_S) as plain:
 
             async def post(path: str, name: str, **sent: Any) -> Any:
                 reply = await plain.post(path, headers={"Idempotency-Key": name}, **sent)

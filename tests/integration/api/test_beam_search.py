@@ -25,6 +25,7 @@ from mooncake.base import (
 )
 from mooncake.base.request import CacheMisses, CacheUse
 from tests.support.api.server import ScriptedBackend, live_api_server, refusal, tiny_tokenizer
+from tests.support.waiting import LONG_S
 
 END = 3
 VOCAB = 4
@@ -200,7 +201,10 @@ def test_where_no_answer_can_be_they_are_empty() -> None:
             "prompt": "1", "n": 2, "max_tokens": 5, "use_beam_search": True, "min_tokens": 2,
             "stop_token_ids": backend.ids,
         }  # fmt: skip
-        async with live_api_server(backend) as url, httpx.AsyncClient(base_url=url) as client:
+        async with (
+            live_api_server(backend) as url,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as client,
+        ):
             reply = await client.post("/v1/completions", json=body)
         assert reply.status_code == 200, reply.text
         choices = reply.json()["choices"]
@@ -217,7 +221,10 @@ def test_a_step_that_fails_fails_the_call() -> None:
 
     async def main() -> None:
         backend = ScriptedBackend(script)
-        async with live_api_server(backend) as url, httpx.AsyncClient(base_url=url) as client:
+        async with (
+            live_api_server(backend) as url,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as client,
+        ):
             body = {"prompt": "1", "n": 3, "max_tokens": 5, "use_beam_search": True}
             reply = await client.post("/v1/completions", json=body)
             assert (reply.status_code, reply.json()["error"]["message"]) == (503, "lost")
@@ -229,14 +236,17 @@ def test_a_step_that_fails_fails_the_call() -> None:
 def test_a_client_that_goes_ends_the_search() -> None:
     async def main() -> None:
         backend = ScriptedBackend(lambda _: [None])
-        async with live_api_server(backend) as url, httpx.AsyncClient(base_url=url) as client:
+        async with (
+            live_api_server(backend) as url,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as client,
+        ):
             body = {"prompt": "1", "n": 3, "max_tokens": 5, "use_beam_search": True}
             asking = asyncio.create_task(client.post("/v1/completions", json=body))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LONG_S):
                 while not backend.num_running:
                     await asyncio.sleep(0)
             asking.cancel()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LONG_S):
                 await backend.abort_seen.wait()
 
     asyncio.run(main())

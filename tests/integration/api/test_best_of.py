@@ -11,6 +11,7 @@ import pytest
 
 from mooncake.base import GenerateRequest, OutputEvent, RequestOutput, TokenLogprobs
 from tests.support.api.server import ScriptedBackend, answer, live_api_server, tiny_tokenizer
+from tests.support.waiting import LONG_S
 
 TOKENIZER = tiny_tokenizer()
 LIKELIHOODS = {0: -2.0, 1: -0.5, 2: -1.0, 3: -3.0}
@@ -36,7 +37,10 @@ def script(request: GenerateRequest) -> Iterable[OutputEvent | None]:
 
 def post(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     async def main() -> tuple[int, dict[str, Any]]:
-        async with live_api_server(ScriptedBackend(script)) as url, httpx.AsyncClient() as http:
+        async with (
+            live_api_server(ScriptedBackend(script)) as url,
+            httpx.AsyncClient(timeout=LONG_S) as http,
+        ):
             reply = await http.post(f"{url}{path}", json=body)
             return reply.status_code, reply.json()
 

@@ -27,6 +27,7 @@ from tests.support.api.server import (
     tiny_model,
     tiny_tokenizer,
 )
+from tests.support.waiting import LONG_S
 
 TEXT = "hello the 你好🙂 in the end"
 ASK: list[Any] = [{"role": "user", "content": "hi"}]
@@ -75,7 +76,7 @@ def test_conversations_become_tokens_beside_the_loop() -> None:
     async def main() -> None:
         backend = ScriptedBackend(says(TEXT))
         api_server = live_api_server(backend, model=replace(model, template=watched))
-        async with api_server as url, httpx.AsyncClient(base_url=url) as client:
+        async with api_server as url, httpx.AsyncClient(base_url=url, timeout=LONG_S) as client:
             for path, body in bodies.items():
                 watched.threads.clear()
                 assert (await client.post(path, json=body)).status_code == 200
@@ -314,7 +315,7 @@ def test_contents_in_parts_continuation_and_echo() -> None:
 def test_stream_is_server_sent_events_and_ends_with_done() -> None:
     async def main() -> None:
         backend = ScriptedBackend(says("hello"))
-        async with live_api_server(backend) as url, httpx.AsyncClient() as client:
+        async with live_api_server(backend) as url, httpx.AsyncClient(timeout=LONG_S) as client:
             reply = await client.post(
                 f"{url}/v1/chat/completions", json={"messages": ASK, "stream": True}
             )
@@ -336,7 +337,10 @@ def test_stream_is_server_sent_events_and_ends_with_done() -> None:
 def test_request_ids_name_the_call_and_stay_apart() -> None:
     async def main() -> None:
         backend = ScriptedBackend(says("hello"))
-        async with live_api_server(backend) as url, httpx.AsyncClient(base_url=url) as client:
+        async with (
+            live_api_server(backend) as url,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as client,
+        ):
             path = "/v1/chat/completions"
             named = {"X-Request-Id": "mine"}
             both = await asyncio.gather(
@@ -392,7 +396,10 @@ def test_author_defaults_apply() -> None:
         from mooncake.api.model import GenerationDefaults
 
         model = tiny_model(defaults=GenerationDefaults(temperature=0.6))
-        async with live_api_server(backend, model=model) as url, httpx.AsyncClient() as client:
+        async with (
+            live_api_server(backend, model=model) as url,
+            httpx.AsyncClient(timeout=LONG_S) as client,
+        ):
             await client.post(f"{url}/v1/chat/completions", json={"messages": ASK})
         assert backend.requests[0].sampling.temperature == 0.6
 

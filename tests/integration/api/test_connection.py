@@ -27,8 +27,9 @@ from mooncake.base import ConfigError
 from mooncake.base.tls_files import TlsFiles
 from tests.support.api.server import ScriptedBackend, live_api_server, says
 from tests.support.certificates import Host, make_host
+from tests.support.clock import leap, run_leaping
+from tests.support.waiting import LONG_S
 
-LIMIT_S = 60.0
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
 CHAT = "/v1/chat/completions"
 HEAD = (
@@ -51,7 +52,7 @@ async def connected(
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(LONG_S):
             yield reader, writer
     finally:
         writer.close()
@@ -111,7 +112,7 @@ def test_headers_over_the_limits_get_431(head: bytes, limits: dict[str, int]) ->
                     writer.write(b"\r\n")
                 status, error = await refusal(reader)
                 assert (status, error["type"]) == (431, "RequestHeaderFieldsTooLargeError")
-            async with httpx.AsyncClient(timeout=LIMIT_S) as client:
+            async with httpx.AsyncClient(timeout=LONG_S) as client:
                 headers = {f"X-{number}": "y" for number in range(8)}
                 assert (await client.get(f"{url}/health", headers=headers)).is_success
 
@@ -231,38 +232,43 @@ def test_a_slow_body_that_keeps_the_least_rate_is_taken() -> None:
 def test_an_answer_may_take_longer_than_any_time_out_of_a_request() -> None:
     async def main() -> None:
         backend = ScriptedBackend(lambda request: [None, *says("hello")(request)])
-        limits = config(body_timeout_s=0.1, write_timeout_s=0.1)
-        async with live_api_server(backend, config=limits) as url, httpx.AsyncClient() as client:
-            asked = asyncio.create_task(client.post(url + CHAT, json=ASK, timeout=LIMIT_S))
+        limits = config(body_timeout_s=60, write_timeout_s=60)
+        async with (
+            live_api_server(backend, config=limits) as url,
+            httpx.AsyncClient(timeout=LONG_S) as client,
+        ):
+            asked = asyncio.create_task(client.post(url + CHAT, json=ASK, timeout=LONG_S))
             while not backend.requests:
                 await asyncio.sleep(0)
-            done, _ = await asyncio.wait({asked}, timeout=0.5)
-            assert not done
+            for _ in range(3):
+                await leap(61)
+            assert not asked.done()
             backend.resume()
             assert (await asked).status_code == 200
 
-    asyncio.run(main())
+    run_leaping(main())
 
 
 def test_a_connection_is_used_again_after_it_was_idle() -> None:
     async def main() -> None:
         assert ApiConfig().keep_alive_s > 60  # proxies' idle time
         async with (
-            live_api_server(ScriptedBackend(says("x")), config=config(header_timeout_s=2)) as url,
+            live_api_server(ScriptedBackend(says("x")), config=config(header_timeout_s=60)) as url,
             connected(url) as (reader, writer),
         ):
             ping = b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n"
             writer.write(ping)
             assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
             idle = asyncio.create_task(reader.read(1))
-            done, _ = await asyncio.wait({idle}, timeout=2.5)  # longer than headers may take
-            assert not done
+            for seconds in (61, 1):  # longer than headers may take
+                await leap(seconds)
+            assert not idle.done()
             idle.cancel()
             await asyncio.wait({idle})
             writer.write(ping)
             assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
 
-    asyncio.run(main())
+    run_leaping(main())
 
 
 def test_a_client_that_reads_nothing_is_cut_off() -> None:
@@ -282,7 +288,7 @@ def test_a_client_that_reads_nothing_is_cut_off() -> None:
                 deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 deaf.connect((host, int(port)))
                 deaf.sendall(b"GET /v1/cluster/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                async with httpx.AsyncClient(timeout=LIMIT_S) as client, asyncio.timeout(LIMIT_S):
+                async with httpx.AsyncClient(timeout=LONG_S) as client, asyncio.timeout(LONG_S):
                     while not backend.num_asked:
                         await asyncio.sleep(0)
                     while await is_full(client, url):  # the only place, until it is taken back
@@ -306,7 +312,7 @@ def test_https_serves_and_streams(certificate: TlsFiles, tls_host: Host, run: Ru
         trust = tls_host.trusting()
         async with (
             live_api_server(ScriptedBackend(says("hello")), config=config(tls=certificate)) as url,
-            httpx.AsyncClient(verify=trust, timeout=LIMIT_S) as client,
+            httpx.AsyncClient(verify=trust, timeout=LONG_S) as client,
         ):
             secure = url.replace("http:", "https:")
             reply = await client.post(secure + CHAT, json=ASK | {"stream": True})
@@ -330,9 +336,9 @@ def test_connections_that_do_not_shake_hands_keep_no_client_out(
         ):
             silent = [await opened.enter_async_context(connected(url)) for _ in range(4)]
             for reader, _ in silent[:2]:
-                async with asyncio.timeout(LIMIT_S / 2):
+                async with asyncio.timeout(LONG_S / 2):
                     assert await reader.read() == b"", "the oldest give way"
-            async with httpx.AsyncClient(verify=tls_host.trusting(), timeout=LIMIT_S) as client:
+            async with httpx.AsyncClient(verify=tls_host.trusting(), timeout=LONG_S) as client:
                 secure = url.replace("http:", "https:")
                 assert (await client.get(f"{secure}/ping")).status_code == 200
 
@@ -349,7 +355,7 @@ def test_a_handshake_has_as_long_as_the_headers_of_a_request(
             live_api_server(ScriptedBackend(says("x")), config=limits) as url,
             connected(url) as (reader, _),
         ):
-            async with asyncio.timeout(LIMIT_S / 2):
+            async with asyncio.timeout(LONG_S / 2):
                 assert await reader.read() == b""
 
     run(main())
@@ -376,17 +382,19 @@ def test_a_certificate_put_in_the_place_of_the_old_one_is_shown_to_who_comes_nex
     async def main() -> None:
         async with live_api_server(ScriptedBackend(says("x")), config=config(tls=own)) as plain:
             url = plain.replace("http:", "https:")
-            old = httpx.AsyncClient(verify=tls_host.trusting(), timeout=LIMIT_S)
-            async with old, asyncio.timeout(LIMIT_S):
+            old = httpx.AsyncClient(verify=tls_host.trusting(), timeout=LONG_S)
+            async with old, asyncio.timeout(LONG_S):
                 assert (await old.get(url + "/ping")).status_code == 200
                 place(b"no certificate", files(other)[1])
                 await asyncio.sleep(0.2)
-                async with httpx.AsyncClient(verify=tls_host.trusting()) as client:
+                async with httpx.AsyncClient(verify=tls_host.trusting(), timeout=LONG_S) as client:
                     assert (await client.get(url + "/ping")).status_code == 200
                 place(*files(other))
                 while True:
                     try:
-                        async with httpx.AsyncClient(verify=other.trusting()) as client:
+                        async with httpx.AsyncClient(
+                            verify=other.trusting(), timeout=LONG_S
+                        ) as client:
                             assert (await client.get(url + "/ping")).status_code == 200
                             break
                     except httpx.ConnectError:
@@ -403,11 +411,11 @@ def test_a_client_certificate_can_be_asked_for(tls_host: Host) -> None:
         )
         async with live_api_server(ScriptedBackend(says("hello")), config=config(tls=tls)) as url:
             secure = url.replace("http:", "https:")
-            async with httpx.AsyncClient(verify=tls_host.trusting(), timeout=LIMIT_S) as client:
+            async with httpx.AsyncClient(verify=tls_host.trusting(), timeout=LONG_S) as client:
                 with pytest.raises(httpx.HTTPError):
                     await client.get(f"{secure}/health")
             known = tls_host.trusting(proven=True)
-            async with httpx.AsyncClient(verify=known, timeout=LIMIT_S) as client:
+            async with httpx.AsyncClient(verify=known, timeout=LONG_S) as client:
                 assert (await client.get(f"{secure}/health")).status_code == 200
 
     asyncio.run(main())
@@ -524,7 +532,7 @@ def test_there_are_no_more_connections_than_descriptors_for_them(
             contextlib.AsyncExitStack() as opened,
         ):
             flood = [await opened.enter_async_context(connected(url)) for _ in range(4)]
-            async with asyncio.timeout(LIMIT_S / 2):
+            async with asyncio.timeout(LONG_S / 2):
                 assert await flood[0][0].read() == b""
             async with connected(url) as (late, to_late):
                 to_late.write(ask(b"sesame"))

@@ -13,6 +13,7 @@ from mooncake import LLM, RequestOutput, SamplingParams
 from mooncake.engine.speculation import ACCEPTED_TOKENS
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.engine.free_drafts import drafts_cost_nothing
+from tests.support.waiting import LONG_S
 
 METHODS = {
     "ngram": {
@@ -86,7 +87,7 @@ def test_answers_are_those_without_drafts(
         assert cluster is not None
         [worker] = cluster.worker_ids
         driver = cluster._workers[worker].driver
-        counters = driver.call(lambda machine, _: machine.instance.load().counters).result(60)
+        counters = driver.call(lambda machine, _: machine.instance.load().counters).result(LONG_S)
     assert counters[ACCEPTED_TOKENS] > 10
     assert seen(found) == seen(truth)
     ends = [answer.outputs[0].stop_reason for answer in found]

@@ -38,9 +38,7 @@ from tests.support.api.scripted_engine import (
     answers,
     engines,
 )
-
-LIMIT_S = 60.0
-"""A test takes longer only if something hangs."""
+from tests.support.waiting import LONG_S
 
 
 class Still:
@@ -123,7 +121,7 @@ async def gateway(
         )  # fmt: skip
         headers = {"Authorization": f"Bearer {keys[0].name}"} if keys else {}
         async with httpx.AsyncClient(
-            base_url=await address, timeout=LIMIT_S, headers=headers
+            base_url=await address, timeout=LONG_S, headers=headers
         ) as client:
             world = World(made, client, proxy)
             await world.until(lambda: fleet.num_up == len(made))
@@ -138,7 +136,7 @@ async def gateway(
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(LONG_S):
             await test
 
     asyncio.run(limited())
@@ -585,7 +583,7 @@ def test_a_shutdown_ends_what_runs_and_refuses_what_comes() -> None:
             begun.set()
             await call.until_gone()
 
-        async with gateway(hangs, stop=stop, drain_s=LIMIT_S) as world:
+        async with gateway(hangs, stop=stop, drain_s=LONG_S) as world:
             running = asyncio.create_task(world.ask())
             await begun.wait()
             stop.set()

@@ -11,6 +11,7 @@ import pytest
 
 from mooncake.api.config import ApiConfig
 from tests.support.api.server import ScriptedBackend, live_api_server, says
+from tests.support.waiting import LONG_S
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -190,7 +191,7 @@ def test_malformed_requests() -> None:
         config = ApiConfig(port=0, drain_s=0.2, max_body_cost=1 << 22)
         async with (
             live_api_server(backend, config=config) as url,
-            httpx.AsyncClient(base_url=url) as client,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as client,
         ):
             for (path, body), status, param, message in MALFORMED:
                 raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -225,7 +226,10 @@ def test_body_over_the_limit_is_refused_before_it_is_read(streaming_body: bool) 
                 yield b" " * 100
 
         content = parts() if streaming_body else b" " * 1001
-        async with live_api_server(backend, config=config) as url, httpx.AsyncClient() as client:
+        async with (
+            live_api_server(backend, config=config) as url,
+            httpx.AsyncClient(timeout=LONG_S) as client,
+        ):
             reply = await client.post(
                 url + CHAT, content=content, headers={"Content-Type": "application/json"}
             )
@@ -239,7 +243,10 @@ def test_a_body_of_too_many_values_is_refused_whatever_its_size() -> None:
     async def main() -> None:
         config = ApiConfig(port=0, max_body_cost=1000)
         backend = ScriptedBackend(says("hello"))
-        async with live_api_server(backend, config=config) as url, httpx.AsyncClient() as client:
+        async with (
+            live_api_server(backend, config=config) as url,
+            httpx.AsyncClient(timeout=LONG_S) as client,
+        ):
             for values in (["x"] * 1000, {f"k{i}": 1 for i in range(130)}, [[[]]] * 70):
                 reply = await client.post(url + CHAT, json=ASK | {"metadata": values})
                 assert reply.status_code == 413
@@ -257,7 +264,7 @@ def test_a_body_of_too_many_values_is_refused_whatever_its_size() -> None:
 def test_other_content_types_are_refused(content_type: str) -> None:
     async def main() -> None:
         backend = ScriptedBackend(says("hello"))
-        async with live_api_server(backend) as url, httpx.AsyncClient() as client:
+        async with live_api_server(backend) as url, httpx.AsyncClient(timeout=LONG_S) as client:
             reply = await client.post(
                 url + CHAT, content=json.dumps(ASK), headers={"Content-Type": content_type}
             )
@@ -279,7 +286,7 @@ def test_wrong_methods_are_named() -> None:
     async def main() -> None:
         async with (
             live_api_server(ScriptedBackend(says("x"))) as url,
-            httpx.AsyncClient() as client,
+            httpx.AsyncClient(timeout=LONG_S) as client,
         ):
             reply = await client.get(url + CHAT)
             assert reply.status_code == 405
@@ -291,7 +298,7 @@ def test_wrong_methods_are_named() -> None:
             assert lost["message"] == "Not Found: POST /v1/chat; /docs shows what there is"
         plain = ApiConfig(port=0, docs=False)
         async with live_api_server(ScriptedBackend(says("x")), config=plain) as url:
-            async with httpx.AsyncClient() as client:
+            async with httpx.AsyncClient(timeout=LONG_S) as client:
                 lost = (await client.get(url + "/docs")).json()["error"]
             assert lost["message"] == "Not Found: GET /docs"
 
@@ -313,7 +320,7 @@ def test_unknown_fields_are_logged_and_quiet_ones_are_not(
     async def main() -> None:
         async with (
             live_api_server(ScriptedBackend(says("x"))) as url,
-            httpx.AsyncClient() as client,
+            httpx.AsyncClient(timeout=LONG_S) as client,
         ):
             reply = await client.post(url + path, json=body | {"user": "u", "frobs": 1, "zag": {}})
             assert reply.status_code == 200, reply.text

@@ -21,12 +21,11 @@ from mooncake.api.schema.fields import RequestBody
 from tests.support.api.dearest import DEAR
 from tests.support.api.server import ScriptedBackend, live_api_server, says, tiny_model
 from tests.support.slowness import slowness
+from tests.support.waiting import LONG_S
 
 MAX_GAP_S = 1.0
 """On a usual machine: far more than the loop stands still for, far less than before the bodies were
 bounded (3 to 30 s each)."""
-LIMIT_S = 120.0
-"""For what takes a moment on a quiet machine."""
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 N = 2_000_000
 RUNS = ("a" * 25_000 + " ") * 40
@@ -109,7 +108,7 @@ def longest_gap_s(path: str, body: Mapping[str, Any]) -> tuple[float, int]:
         async with live_api_server(ScriptedBackend(says("hello")), model=model) as url:
             ticking = asyncio.create_task(tick())
             reply = await asyncio.to_thread(
-                httpx.post, url + path, content=content, headers=headers, timeout=LIMIT_S
+                httpx.post, url + path, content=content, headers=headers, timeout=LONG_S
             )
             ticking.cancel()
         return max(gaps), reply.status_code
@@ -164,7 +163,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenized() -> None:
         limit = model.max_model_len * model.tokenizer.longest_token
         async with (
             live_api_server(ScriptedBackend(says("hello")), model=model) as url,
-            httpx.AsyncClient() as http,
+            httpx.AsyncClient(timeout=LONG_S) as http,
         ):
             for path, body in (
                 (CHAT, says_user("x" * limit)),
@@ -186,19 +185,19 @@ def test_others_are_answered_while_a_body_of_many_turns_is_validated(
     def slowly(kind: type[RequestBody], body: bytes) -> RequestBody:
         if len(body) > 10_000:
             begun.set()
-            assert go_on.wait(LIMIT_S), "the loop does nothing else"
+            assert go_on.wait(LONG_S), "the loop does nothing else"
         return validated(kind, body)
 
     async def main() -> None:
         monkeypatch.setattr(request_body, "_validated", slowly)
         async with (
             live_api_server(ScriptedBackend(says("hello"))) as url,
-            httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as http,
         ):
             short = says_user("x", **KEEP)
             turns = {"messages": [*short["messages"]] * 1000}
             asking = asyncio.create_task(http.post(CHAT, json=short | turns))
-            assert await asyncio.to_thread(begun.wait, LIMIT_S)
+            assert await asyncio.to_thread(begun.wait, LONG_S)
             assert (await http.post(CHAT, json=short)).status_code == 200
             assert not asking.done()
             go_on.set()
@@ -220,7 +219,7 @@ def test_a_client_that_leaves_while_its_body_is_validated_holds_no_memory_of_bod
     def slowly(kind: type[RequestBody], body: bytes) -> RequestBody:
         if b"slow" in body:
             begun.set()
-            assert go_on.wait(LIMIT_S)
+            assert go_on.wait(LONG_S)
         return validated(kind, body)
 
     async def main() -> None:
@@ -228,15 +227,15 @@ def test_a_client_that_leaves_while_its_body_is_validated_holds_no_memory_of_bod
         config = ApiConfig(port=0, drain_s=0.2, max_inflight_body_bytes=100_000)
         async with (
             live_api_server(ScriptedBackend(says("hello")), config=config) as url,
-            httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as http,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as http,
         ):
             turns = {"messages": [{"role": "user", "content": "slow" * 10}] * 1000}
             asking = asyncio.create_task(http.post(CHAT, json=says_user("x", **KEEP) | turns))
-            assert await asyncio.to_thread(begun.wait, LIMIT_S)
+            assert await asyncio.to_thread(begun.wait, LONG_S)
             other = says_user("x", **KEEP, user="y" * 50_000)
             assert (await http.post(CHAT, json=other)).status_code == 429
             asking.cancel()
-            end_s = time.monotonic() + LIMIT_S
+            end_s = time.monotonic() + LONG_S
             while (reply := await http.post(CHAT, json=other)).status_code == 429:
                 assert time.monotonic() < end_s, reply.text
             assert reply.status_code == 200

@@ -8,6 +8,7 @@ import httpx
 
 from mooncake.api.config import ApiConfig
 from tests.support.api.server import ScriptedBackend, live_api_server, says, tiny_tokenizer
+from tests.support.waiting import LONG_S
 
 TOKENIZER = tiny_tokenizer()
 
@@ -15,7 +16,10 @@ TOKENIZER = tiny_tokenizer()
 def prompt_of(config: ApiConfig) -> list[int]:
     async def main() -> list[int]:
         backend = ScriptedBackend(says("hello"))
-        async with live_api_server(backend, config=config) as url, httpx.AsyncClient() as http:
+        async with (
+            live_api_server(backend, config=config) as url,
+            httpx.AsyncClient(timeout=LONG_S) as http,
+        ):
             ask = {"messages": [{"role": "user", "content": "a<|im_end|>b"}]}
             reply = await http.post(f"{url}/v1/chat/completions", json=ask)
             assert reply.status_code == 200

@@ -16,6 +16,7 @@ from mooncake.base import GenerateRequest, OutputEvent
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.placement.admission import check_limits
 from tests.support.api.server import ScriptedBackend, answer, live_api_server, refusal
+from tests.support.waiting import LONG_S
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 CHAT = "/v1/chat/completions"
@@ -48,7 +49,7 @@ def ask(
         config = ApiConfig(port=0, drain_s=0.2, keys=keys)
         async with (
             live_api_server(backend, config=config) as url,
-            httpx.AsyncClient(base_url=url, timeout=60) as client,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as client,
         ):
             return [
                 await client.post(path, json=body, headers=headers) for path, body, headers in calls

@@ -25,6 +25,7 @@ from tests.support.api.server import (
     tiny_model,
     tiny_tokenizer,
 )
+from tests.support.waiting import LONG_S
 
 TOKENIZER = tiny_tokenizer()
 ASK: Any = [{"role": "user", "content": "hi"}]
@@ -274,7 +275,7 @@ def test_errors_have_anthropics_shape() -> None:
         with pytest.raises(anthropic.NotFoundError) as missing:
             await client.messages.create(model="other", max_tokens=5, messages=ASK)
         assert missing.value.body["error"]["type"] == "not_found_error"
-        async with httpx.AsyncClient(base_url=str(client.base_url)) as http:
+        async with httpx.AsyncClient(base_url=str(client.base_url), timeout=LONG_S) as http:
             for body, message in REFUSED:
                 reply = await http.post("v1/messages", json=body, headers={"x-api-key": "key"})
                 assert reply.status_code == 400, (body, reply.text)

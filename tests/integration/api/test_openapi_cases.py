@@ -32,6 +32,7 @@ from tests.support.api.server import ScriptedBackend, live_api_server, says
 from tests.support.examples import examples
 from tests.support.serve.server import serving
 from tests.support.serve.server_process import nano_checkpoint
+from tests.support.waiting import LONG_S
 
 NUM_CASES = int(os.environ.get("API_CASES", "0"))
 """To a live model; 0 = a few to a scripted one."""
@@ -90,11 +91,11 @@ def scripted_api_server(batch_dir: Path) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
     thread.start()
     try:
-        assert started.wait(60)
+        assert started.wait(LONG_S)
         yield address[0]
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(60)
+        thread.join(LONG_S)
         loop.close()
 
 
@@ -151,7 +152,7 @@ def send(url: str, document: dict[str, Any], path: str, method: str, mode: Gener
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def each(case: Any) -> None:
-        reply = case.call(base_url=url, timeout=120)
+        reply = case.call(base_url=url, timeout=LONG_S)
         case.validate_response(reply, checks=CHECKS)
 
     each()

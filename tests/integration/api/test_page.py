@@ -15,6 +15,7 @@ import pytest
 from mooncake.api.config import ApiConfig
 from mooncake.api.schema.replies import encode
 from tests.support.api.server import ScriptedBackend, live_api_server, says
+from tests.support.waiting import LONG_S
 
 FEED = "/v1/cluster/events"
 
@@ -35,7 +36,10 @@ def names() -> list[str]:
 def test_every_file_that_the_page_names_is_served_with_its_type_and_a_strict_policy() -> None:
     async def main() -> None:
         backend = ScriptedBackend(says("x"))
-        async with live_api_server(backend) as url, httpx.AsyncClient(base_url=url) as client:
+        async with (
+            live_api_server(backend) as url,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as client,
+        ):
             page = await client.get("/")
             assert page.headers["content-type"] == "text/html; charset=utf-8"
             assert "default-src 'none'" in page.headers["content-security-policy"]
@@ -57,7 +61,10 @@ def test_every_file_that_the_page_names_is_served_with_its_type_and_a_strict_pol
 def test_an_unchanged_file_is_not_sent_again_and_no_other_file_is_to_be_had() -> None:
     async def main() -> None:
         backend = ScriptedBackend(says("x"))
-        async with live_api_server(backend) as url, httpx.AsyncClient(base_url=url) as client:
+        async with (
+            live_api_server(backend) as url,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as client,
+        ):
             first = await client.get("/page/style.css")
             again = await client.get(
                 "/page/style.css", headers={"If-None-Match": first.headers["etag"]}
@@ -83,7 +90,10 @@ def test_the_openapi_document_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -
 
     async def main() -> None:
         backend = ScriptedBackend(says("x"))
-        async with live_api_server(backend) as url, httpx.AsyncClient(base_url=url) as client:
+        async with (
+            live_api_server(backend) as url,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as client,
+        ):
             first, *others = [await client.get("/openapi.json") for _ in range(5)]
             assert first.headers["content-type"] == "application/json"
             assert first.json()["info"]["title"] == "Mooncake"
@@ -111,7 +121,7 @@ def test_the_feed_repeats_the_status_again_and_again() -> None:
         config = ApiConfig(port=0, feed_s=0.01, drain_s=0.2)
         async with (
             live_api_server(backend, config=config) as url,
-            httpx.AsyncClient(timeout=60) as client,
+            httpx.AsyncClient(timeout=LONG_S) as client,
             client.stream("GET", url + FEED) as reply,
         ):
             assert reply.headers["content-type"].startswith("text/event-stream")
@@ -131,7 +141,7 @@ def test_listeners_are_bounded_and_give_their_place_back_when_they_go() -> None:
         config = ApiConfig(port=0, feed_s=0.01, max_listeners=2, drain_s=0.2)
         async with (
             live_api_server(ScriptedBackend(says("x")), config=config) as url,
-            httpx.AsyncClient(timeout=60) as client,
+            httpx.AsyncClient(timeout=LONG_S) as client,
         ):
             async with client.stream("GET", url + FEED) as one:
                 first = feed(one)  # held on to: an iterator that is dropped closes its reply
@@ -144,7 +154,7 @@ def test_listeners_are_bounded_and_give_their_place_back_when_they_go() -> None:
                     assert third.headers["retry-after"] == "5"
                     assert "2 listeners" in third.json()["error"]["message"]
             for _ in range(3):  # their connections are closed by now, which the server must notice
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(LONG_S):
                     while not await opens(client, url):
                         await asyncio.sleep(0)
 
@@ -160,10 +170,10 @@ def test_a_shutdown_ends_the_feed_at_once() -> None:
         stop = asyncio.Event()
         config = ApiConfig(port=0, feed_s=3600, drain_s=3600)
         backend = ScriptedBackend(says("x"))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LONG_S):
             async with (
                 live_api_server(backend, config=config, stop=stop) as url,
-                httpx.AsyncClient(timeout=60) as client,
+                httpx.AsyncClient(timeout=LONG_S) as client,
                 client.stream("GET", url + FEED) as reply,
             ):
                 events = feed(reply)
@@ -179,7 +189,7 @@ def test_the_page_is_open_and_the_feed_needs_the_key() -> None:
         config = ApiConfig(port=0, api_keys=("k",), drain_s=0.2)
         async with (
             live_api_server(ScriptedBackend(says("x")), config=config) as url,
-            httpx.AsyncClient(base_url=url, timeout=60) as client,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as client,
         ):
             assert (await client.get("/")).status_code == 200
             assert (await client.get("/page/main.js")).status_code == 200
@@ -194,7 +204,10 @@ def test_the_page_is_open_and_the_feed_needs_the_key() -> None:
 def test_the_docs_page_loads_nothing_from_elsewhere() -> None:
     async def main() -> None:
         backend = ScriptedBackend(says("x"))
-        async with live_api_server(backend) as url, httpx.AsyncClient(base_url=url) as client:
+        async with (
+            live_api_server(backend) as url,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as client,
+        ):
             page = await client.get("/docs")
             assert "default-src 'none'" in page.headers["content-security-policy"]
             linked = re.findall(r'(?:src|href)="([^"]+)"', page.text)

@@ -18,6 +18,7 @@ from mooncake.telemetry.audit import configure_audit
 from mooncake.telemetry.events import Accepted
 from mooncake.telemetry.receipts import MAX_SEQUENCES, Kept, Receipts
 from tests.support.api.server import ScriptedBackend, answer, live_api_server, refusal, says
+from tests.support.waiting import LONG_S
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
 CHAT = "/v1/chat/completions"
@@ -72,7 +73,7 @@ def run(
     async def main() -> None:
         async with (
             live_api_server(backend, config=config, receipts=receipts if keeps else None) as url,
-            httpx.AsyncClient(base_url=url, timeout=60) as client,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as client,
         ):
             await ask(client)
 
@@ -185,7 +186,7 @@ def test_a_receipt_whose_client_has_left_is_made_no_further(
         reply = await client.post(CHAT, json=ASK)
         path = f"/v1/requests/{reply.headers[RECEIPT]}/receipt"
         leaving = asyncio.create_task(client.get(path))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LONG_S):
             while len(turns) < 3:
                 await asyncio.sleep(0.01)
             leaving.cancel()

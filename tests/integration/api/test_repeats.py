@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from mooncake.api.config import ApiConfig, ApiKey
+from mooncake.api.http.repeats import Repeats
 from mooncake.base import Failure, GenerateRequest
 from tests.support.api.server import (
     Script,
@@ -26,7 +27,9 @@ from tests.support.api.server import (
     refusal,
     says,
 )
+from tests.support.clock import leap, run_leaping
 from tests.support.relay import Relay
+from tests.support.waiting import LONG_S
 
 CHAT = "/v1/chat/completions"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -37,7 +40,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi"},
     "/v1/messages": {**ASK, "model": "tiny", "max_tokens": 5},
 }
-LIMIT_S = 60.0
 EXAMPLE = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "retries.py"))
 """The names of the program that docs/retries.md shows."""
 
@@ -55,13 +57,13 @@ async def served(
     settings = ApiConfig(port=0, drain_s=0.2, keys=keys, **config)
     async with (
         live_api_server(backend, config=settings) as url,
-        httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as client,
+        httpx.AsyncClient(base_url=url, timeout=LONG_S) as client,
     ):
         yield client
 
 
 async def hangs(backend: ScriptedBackend) -> None:
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(LONG_S):
         while not backend.num_hanging:
             await asyncio.sleep(0.01)
 
@@ -130,7 +132,9 @@ def test_a_stream_that_broke_is_given_again_from_its_start() -> None:
     asyncio.run(main())
 
 
-def test_a_repeat_whose_answer_is_forgotten_passes_no_limit() -> None:
+def test_a_repeat_whose_answer_is_forgotten_passes_no_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its key's limits were not asked for, and its body arrives when nothing is kept any more."""
 
     async def main() -> None:
@@ -138,17 +142,27 @@ def test_a_repeat_whose_answer_is_forgotten_passes_no_limit() -> None:
         alice = ApiKey(digest=hashlib.sha256(b"a").digest(), name="alice", max_concurrent=1)
         headers = {"Authorization": "Bearer a", "Content-Type": "application/json"}
         forgotten = asyncio.Event()
+        known: list[bool] = []
+        knows = Repeats.knows
+
+        def told(self: Repeats, *asked: Any) -> bool:
+            known.append(knows(self, *asked))
+            return known[-1]
+
+        monkeypatch.setattr(Repeats, "knows", told)
 
         async def slowly() -> AsyncIterator[bytes]:
             yield b"{"
             await forgotten.wait()
             yield json.dumps(ASK).encode()[1:]
 
-        async with served(backend, alice, kept_answer_s=1.0) as client:
+        async with served(backend, alice, kept_answer_s=20) as client:
             first = await client.post(CHAT, json=ASK, headers=headers | KEY)
             assert first.status_code == 200
             slow = asyncio.ensure_future(client.post(CHAT, content=slowly(), headers=headers | KEY))
-            await asyncio.sleep(1.5)
+            while known != [False, True]:
+                await asyncio.sleep(0.001)
+            await leap(21)  # less than a body may take
             backend.script = pauses
             holding = asyncio.ensure_future(client.post(CHAT, json=ASK, headers=headers))
             await hangs(backend)
@@ -158,7 +172,7 @@ def test_a_repeat_whose_answer_is_forgotten_passes_no_limit() -> None:
             assert (await holding).status_code == 200
             assert len(backend.requests) == 2
 
-    asyncio.run(main())
+    run_leaping(main())
 
 
 def test_nobody_comes_back() -> None:
@@ -170,7 +184,7 @@ def test_nobody_comes_back() -> None:
             body = {**ASK, "stream": True}
             async with client.stream("POST", CHAT, json=body, headers=KEY) as reply:
                 await anext(reply.aiter_bytes())
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(LONG_S):
                 await backend.abort_seen.wait()
                 while (await client.post(CHAT, json={})).status_code == 429:
                     await asyncio.sleep(0.01)

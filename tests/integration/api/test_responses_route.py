@@ -24,6 +24,7 @@ from tests.support.api.server import (
     tiny_model,
     tiny_tokenizer,
 )
+from tests.support.waiting import LONG_S
 
 TOKENIZER = tiny_tokenizer()
 TOOL: Any = {
@@ -279,7 +280,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 def test_what_cannot_be_done_is_refused() -> None:
     async def test(client: openai.AsyncOpenAI, backend: ScriptedBackend) -> None:
-        async with httpx.AsyncClient(base_url=str(client.base_url)) as http:
+        async with httpx.AsyncClient(base_url=str(client.base_url), timeout=LONG_S) as http:
             for body, param, message in REFUSED:
                 reply = await http.post("responses", json=body)
                 assert reply.status_code == 400, (body, reply.text)

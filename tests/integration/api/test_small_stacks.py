@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.support.waiting import LONG_S
+
 PROGRAM = """
 import json, sys, threading
 from mooncake.api.constrained.grammar import json_rule
@@ -33,7 +35,7 @@ def test_schemas_are_checked_where_threads_get_small_stacks() -> None:
     done = subprocess.run(
         ["sh", "-c", 'ulimit -s unlimited; exec "$@"', "sh", sys.executable, "-c", PROGRAM,
          json.dumps(schema)],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=LONG_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "True"

@@ -24,6 +24,7 @@ from mooncake.api import load_tokenizer
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.api.json_schemas import SchemaMaker
 from tests.support.serve.server import Server, serving
+from tests.support.waiting import LONG_S
 
 TOLERANCE = 2e-3
 """Of a logprob: both sides compute in float32, in different orders."""
@@ -337,7 +338,7 @@ def test_k2vvs_measure_on_a_random_model(server: Server, bias: dict[str, float])
 
     async def run() -> None:
         url = f"{server.url}/v1/"
-        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=LONG_S) as client:
             tally, _ = await measure(requests, client, 8)
         assert NO_ANSWER not in tally.finished
         print(tally)

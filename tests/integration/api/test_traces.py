@@ -27,6 +27,7 @@ from tests.support.traces import (
     outline,
     wait_until_closed,
 )
+from tests.support.waiting import LONG_S
 
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
 CHAT = "/v1/chat/completions"
@@ -48,7 +49,7 @@ def post(
     async def main() -> httpx.Response:
         async with (
             live_api_server(backend, config=config, tracer=tracer) as url,
-            httpx.AsyncClient(base_url=url) as client,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as client,
         ):
             return await client.post(path, json=body, headers=headers)
 
@@ -171,7 +172,7 @@ def test_a_client_that_left_is_seen() -> None:
     async def main() -> None:
         backend = ScriptedBackend(hangs)
         async with live_api_server(backend, config=CONFIG, tracer=exported.tracer) as url:
-            async with httpx.AsyncClient(base_url=url) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=LONG_S) as client:
                 asked = asyncio.create_task(client.post(CHAT, json=ASK))
                 while not backend.num_hanging:
                     await asyncio.sleep(0)
@@ -200,7 +201,7 @@ def test_a_call_that_reads_the_answer_of_another_is_not_traced() -> None:
     async def main() -> None:
         async with (
             live_api_server(backend, config=CONFIG, tracer=exported.tracer) as url,
-            httpx.AsyncClient(base_url=url) as client,
+            httpx.AsyncClient(base_url=url, timeout=LONG_S) as client,
         ):
             for _ in range(3):
                 reply = await client.post(CHAT, json=ASK, headers={"Idempotency-Key": "one"})

@@ -10,9 +10,10 @@ import sys
 
 import pytest
 
+from tests.support.waiting import LONG_S
+
 pytestmark = pytest.mark.timeout(120)
 
-END_S = 60.0
 WELL = """
 import http.server, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
@@ -48,7 +49,7 @@ def test_servers_end_with_a_benchmark_that_is_told_to_end() -> None:
         server = os.pidfd_open(pid)
         try:
             benchmark.terminate()
-            assert benchmark.wait(END_S)
+            assert benchmark.wait(LONG_S)
             assert select.select([server], [], [], 0)[0], "the server runs on"
         finally:
             if not select.select([server], [], [], 0)[0]:

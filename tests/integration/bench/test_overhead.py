@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import overhead
+from tests.support.waiting import LONG_S
 
 WAIT = "import sys; print(sys.argv[1], flush=True); sys.stdin.read()"
 
@@ -23,7 +24,7 @@ def test_who_waits_for_the_gateway_learns_that_a_worker_died() -> None:
     with gateway:
         assert gateway.stdout is not None
         assert gateway.stdout.readline() == "started\n"
-        overhead.end_with(worker, gateway, dead).join(60)
+        overhead.end_with(worker, gateway, dead).join(LONG_S)
         assert gateway.stdout.readline() == "", "as a cluster waits for `ready`"
     assert dead == ["a worker ended with code 7: see what it printed above"]
 

@@ -13,6 +13,7 @@ import pytest
 
 from mooncake.cli import main as cli
 from tests.support.api.server import ScriptedBackend, live_api_server, says
+from tests.support.waiting import LONG_S
 
 
 class ApiServer:
@@ -32,12 +33,12 @@ class ApiServer:
 
     def __enter__(self) -> ApiServer:
         self._thread.start()
-        assert self._open.wait(30)
+        assert self._open.wait(LONG_S)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(30)
+        self._thread.join(LONG_S)
 
 
 @pytest.fixture

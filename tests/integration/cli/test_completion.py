@@ -15,6 +15,7 @@ import pytest
 from mooncake.cli.completion import script as script_of
 from mooncake.cli.main import run
 from mooncake.cli.registry import SUMMARIES, describe
+from tests.support.waiting import LONG_S
 
 ASK = """
 source "$1"; shift
@@ -65,7 +66,7 @@ def completed(script: Path, *words: str) -> list[str]:
     """Return what bash offers for the last word of `mooncake WORDS`."""
     done = subprocess.run(
         ["bash", "-ec", ASK, "bash", str(script), *words], capture_output=True, text=True,
-        check=True, timeout=30,
+        check=True, timeout=LONG_S,
     )  # fmt: skip
     assert done.stderr == ""
     return done.stdout.split()

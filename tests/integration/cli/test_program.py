@@ -11,6 +11,7 @@ import pytest
 
 from mooncake.launch.host.environment import COMPUTE, QUIET
 from tests.support.model.checkpoints import write_config_only
+from tests.support.waiting import LONG_S
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly(
     """`mooncake serve --help | head -1` must not end in a stack trace, nor as a failure."""
     command = words.format(model=write_config_only(tmp_path / "model"))
     script = f"{sys.executable} -m mooncake.cli.main {command} | head -1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=LONG_S)
     assert done.stdout.startswith(first)
     assert done.stderr == ""
     assert done.returncode in (0, 141)
@@ -40,7 +41,7 @@ def test_one_that_starts_again_with_other_settings_has_imported_little_before(
     command = [sys.executable, "-X", "importtime", "-m", "mooncake.cli.main", "serve"]
     command += [str(write_config_only(tmp_path / "model")), "--colocated", "--dry-run"]
     environ = {k: v for k, v in os.environ.items() if k not in {**QUIET, **COMPUTE}}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LONG_S)
     assert done.returncode == 0, done.stderr
     imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
     assert imported.count("mooncake.base") == 2, "it has started again"

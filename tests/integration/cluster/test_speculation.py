@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mooncake.launch.worker.direct import DirectEngine
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
 from tests.support.engine.free_drafts import drafts_cost_nothing
+from tests.support.followers import followers
 from tests.support.model.eagle3_heads import (
     knowing_head,
     mla_config_of,
@@ -29,6 +31,12 @@ SETTINGS: dict[str, Any] = {"max_model_len": 512, "block_size": 32}
 METHODS = ("ngram", "mtp", "eagle3")
 CROWD = [[number, *range(2, 41)] for number in range(6)]
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10] * 30, list(range(11, 50)), [400, 3]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert followers() == []
 
 
 @pytest.fixture(scope="module")

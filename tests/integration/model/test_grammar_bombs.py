@@ -13,6 +13,8 @@ import sys
 
 import pytest
 
+from tests.support.waiting import LONG_S
+
 PROGRAM = """
 import os
 
@@ -37,7 +39,7 @@ os._exit(0)
 
 def test_a_grammar_that_never_ends_fails_its_own_sequence_and_no_other() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=LONG_S
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -73,7 +75,7 @@ def test_the_deepest_schema_let_in_compiles_where_threads_get_small_stacks() -> 
     done = subprocess.run(
         ["sh", "-c", 'ulimit -s unlimited; exec "$@"', "sh", sys.executable, "-c", DEEP,
          json.dumps(schema)],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=LONG_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "True"

@@ -21,6 +21,7 @@ from mooncake.kvstore.config import SsdConfig
 from mooncake.kvstore.storage.disk import DiskBlock, DiskDone, DiskScanned, Outcome
 from mooncake.kvstore.storage.disk_files import FileDisks
 from mooncake.sim.world.network import SimRegion
+from tests.support.waiting import LONG_S
 
 LAYOUT = KvLayout(num_layers=4, block_tokens=64, kv_width=256, dtype="float32", fingerprint="t")
 NUM_SLOTS = 48
@@ -120,7 +121,7 @@ def test_a_directory_is_one_process_own(tmp_path: Path) -> None:
         [sys.executable, "-m", module, str(tmp_path), "0", "plain"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LONG_S,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert "in use by another process" in other.stderr

@@ -18,9 +18,10 @@ import pytest
 from mooncake.base import MooncakeError
 from mooncake.launch.pool_client.session import locate
 from tests.support.kvstore.forked_node import ForkedNode
-from tests.support.kvstore.pool_process import SECRET, START_S, until
+from tests.support.kvstore.pool_process import SECRET, until
 from tests.support.kvstore.pool_traffic import Traffic, blocks_of, check_nothing_is_held
 from tests.support.model.checkpoints import write_config_only
+from tests.support.waiting import LONG_S
 
 NUM_KILLS = int(os.environ.get("MOONCAKE_NUM_KILLS", "2"))
 NUM_KEYS = 60
@@ -110,7 +111,7 @@ def test_clients_go_on_while_nodes_are_killed(pool: Pool) -> None:
         pool.start(victim)
     for client in clients:
         client.stop()
-        client.join(START_S)
+        client.join(LONG_S)
         assert (client.wrong, client.num_errors) == ([], 0)
         client.session.close()
     with nodes["gateway"].session() as session:
@@ -169,7 +170,7 @@ def test_the_gateway_is_killed_and_comes_back(pool: Pool) -> None:
             until(lambda: fresh.stat().load.counters[count] > 0, "it is used again")
             until(lambda: fresh.get(list(blocks)) == found, "its directory is whole again")
         client.stop()
-        client.join(START_S)
+        client.join(LONG_S)
         assert (client.wrong, client.num_errors) == ([], 0)
         client.session.close()
         until(lambda: session.get_value("thing") == data, "what was put meanwhile")

@@ -27,7 +27,7 @@ from mooncake.kvstore.storage.block_record import PAGE_BYTES, aligned
 from mooncake.launch.pool_client.session import PoolSession
 from tests.support.integrations.mover_traffic import MoverTraffic
 from tests.support.kvstore.forked_node import ForkedNode
-from tests.support.kvstore.pool_process import SECRET, START_S, PoolProcess, until
+from tests.support.kvstore.pool_process import SECRET, PoolProcess, until
 from tests.support.kvstore.pool_traffic import (
     Traffic,
     blocks_of,
@@ -36,6 +36,7 @@ from tests.support.kvstore.pool_traffic import (
     key_of,
 )
 from tests.support.model.checkpoints import write_config_only
+from tests.support.waiting import LONG_S
 
 NUM_KILLS = int(os.environ.get("MOONCAKE_NUM_KILLS", "8"))
 NUM_KEYS = 60
@@ -77,7 +78,7 @@ def test_killed_in_mid_put_and_mid_get(model: Path, tmp_path: Path) -> None:
         num_done = 0
         while len(behind) > num_left:
             client = behind.popleft()
-            client.join(START_S)
+            client.join(LONG_S)
             assert not client.is_alive(), "a client hangs"
             assert (client.wrong, client.num_errors) == ([], 1)
             client.session.close()
@@ -165,13 +166,13 @@ def test_a_stopped_node_is_an_error_not_a_hang(model: Path, tmp_path: Path) -> N
             done = client.num_ok
             until(lambda: client.num_ok > done + 2, "the same client goes on")
             client.stop()
-            client.join(START_S)
+            client.join(LONG_S)
             assert client.wrong == []
             check_nothing_is_held(other)
             counters = other.stat().load.counters  # what the gateway's metrics are made of
             assert counters["transfer_tcp_served_bytes"] >= client.num_ok
             check_it_works(other, 1000)
-        with urllib.request.urlopen(f"{node.url}/metrics", timeout=30) as reply:
+        with urllib.request.urlopen(f"{node.url}/metrics", timeout=LONG_S) as reply:
             text = reply.read().decode()
         assert 'mooncake_transfer_bytes_total{nic="127.0.0.1"' in text
         assert 'protocol="tcp_served"' in text
@@ -187,7 +188,7 @@ def test_two_writers_of_one_key(model: Path, tmp_path: Path) -> None:
             with node.session() as session:
                 for number in range(rounds):
                     data = bytes([mine + 1]) * session.block_bytes
-                    barrier.wait(START_S)
+                    barrier.wait(LONG_S)
                     written[mine].append(bool(session.put({key_of(number): data})))
 
         threads = [threading.Thread(target=write, args=(mine,)) for mine in (0, 1)]
@@ -323,7 +324,7 @@ def test_a_wall_clock_that_jumps_changes_nothing(
         until(lambda: all(client.num_ok > 20 for client in clients), "work goes on")
         for client in clients:
             client.stop()
-            client.join(START_S)
+            client.join(LONG_S)
             assert (client.wrong, client.num_errors) == ([], 0)
         present(session)
         check_nothing_is_held(session)

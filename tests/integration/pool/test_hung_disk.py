@@ -34,6 +34,7 @@ from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.telemetry.events import EventList
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from tests.support.kvstore.pool_process import until
+from tests.support.waiting import LONG_S
 
 LAYOUT = KvLayout(num_layers=2, block_tokens=16, kv_width=64, dtype="float32", fingerprint="test")
 SECRET = "a secret of this test"
@@ -148,7 +149,7 @@ def test_memory_goes_on_while_a_disk_hangs(
     session: PoolSession, front: GatewayProcess, hung: HungWrites
 ) -> None:
     assert session.put({key(0): data(0)}) == [key(0)]
-    assert hung.begun.wait(60.0), "it is on its way to the disk"
+    assert hung.begun.wait(LONG_S), "it is on its way to the disk"
     epoch = session.stat().store.epoch
     for number in range(1, 6 * DRAM_BLOCKS):
         assert session.put({key(number): data(number)}) == [key(number)]

@@ -23,8 +23,9 @@ from mooncake.cli import main as cli
 from mooncake.identity import issue, own_credential
 from mooncake.launch.host.secrets.credentials import sign_request
 from mooncake.launch.pool_client.session import PoolSession, locate
-from tests.support.kvstore.pool_process import SECRET, START_S, PoolProcess, has_ipv6, until
+from tests.support.kvstore.pool_process import SECRET, PoolProcess, has_ipv6, until
 from tests.support.model.checkpoints import write_config_only
+from tests.support.waiting import LONG_S
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def ask(url: str, method: str = "GET", key: str = SECRET) -> tuple[int, Any]:
         headers = {"Authorization": given} if given else {}
         try:
             request = urllib.request.Request(url, method=method, headers=headers)
-            with urllib.request.urlopen(request, timeout=30) as reply:
+            with urllib.request.urlopen(request, timeout=LONG_S) as reply:
                 return reply.status, reply.read()
         except urllib.error.HTTPError as error:
             answer = error.code, error.read()
@@ -291,7 +292,7 @@ def test_a_node_with_another_secret_ends_and_says_so(
     address = locate(node.url, SECRET).gateway_address
     join = ("--join", address, "--cluster-secret", "of another cluster", "--node-id", "stranger")
     with PoolProcess(model, tmp_path / "log", "--dram", "1MiB", *join) as stranger:
-        assert stranger.process.wait(START_S) == 4, stranger.output
+        assert stranger.process.wait(LONG_S) == 4, stranger.output
         place = address.partition("#")[0]
         assert f"cluster-secret: the gateway at {place} has another one" in stranger.output
     until(lambda: ask(f"{node.url}/health", key="")[0] == 200, "the pool goes on")

@@ -28,6 +28,7 @@ from mooncake.launch.host.secrets.credentials import sign_request
 from mooncake.launch.pool_client.session import STATS_PATH, PoolSession, locate
 from tests.support.kvstore.pool_process import SECRET, PoolProcess
 from tests.support.model.checkpoints import write_config_only
+from tests.support.waiting import LONG_S
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pool_client.py"
 MARK = tenant_mark("acme")
@@ -76,7 +77,7 @@ def test_blocks_pass_between_it_and_our_own_client(protection: str, tmp_path: Pa
 
     def run(*words: str, data: bytes = b"") -> tuple[int, bytes]:
         command = [sys.executable, str(EXAMPLE), node.url, str(file), *words]
-        done = subprocess.run(command, input=data, capture_output=True, timeout=120)
+        done = subprocess.run(command, input=data, capture_output=True, timeout=LONG_S)
         assert b"Traceback" not in done.stderr, done.stderr.decode()
         return done.returncode, done.stdout
 

@@ -40,6 +40,7 @@ from tests.support.kvstore.forked_node import ForkedNode
 from tests.support.kvstore.pool_process import until
 from tests.support.kvstore.pool_traffic import RUN, blocks_of, check_nothing_is_held
 from tests.support.model.checkpoints import write_config_only
+from tests.support.waiting import LONG_S
 
 LAYOUT = KvLayout(num_layers=4, block_tokens=64, kv_width=2048, dtype="float16", fingerprint="test")
 """Blocks of 1 MiB."""
@@ -99,7 +100,7 @@ class Node:
     @property
     def num_open(self) -> int:
         """Pins and puts that are open."""
-        found: int = self.driver.call(lambda node, _now: node.num_open).result(20.0)
+        found: int = self.driver.call(lambda node, _now: node.num_open).result(LONG_S)
         return found
 
     def close(self) -> None:
@@ -156,7 +157,7 @@ def test_gets_after_the_first_take_a_question(protection: Protection, tenant: st
         assert node.num_asked == 3
         assert get(session, [keys[0], key(99)]) == 1
         until(lambda: node.num_open == 0, "nothing stays pinned")
-        assert node.driver.call(lambda each, _: each.counters["blocks_missed"]).result(20.0) == 1
+        assert node.driver.call(lambda each, _: each.counters["blocks_missed"]).result(LONG_S) == 1
 
 
 def test_a_get_sees_the_put_before_it(node: Node) -> None:
@@ -233,11 +234,11 @@ def test_nothing_stays_pinned_when_the_asker_goes_in_mid_answer(node: Node) -> N
     me = WorkerRef("decode-0", "e1", "tcp://127.0.0.1:1")
     question = encode(PinBlocks(reader=me, ticket=1, keys=keys))
     asker.submit(TransferBatch(op=Op.READ, peer=through, ops=ops, question=question))
-    assert gate.stopped.wait(20.0)
+    assert gate.stopped.wait(LONG_S)
     assert node.num_open == 1, "they are being sent"
     gate.cut()
     until(lambda: node.num_open == 0, "nothing stays pinned")
-    [done] = asker.wait(20.0)
+    [done] = asker.wait(LONG_S)
     assert done.error is not None
     asker.close()
 
@@ -269,5 +270,5 @@ def test_an_owner_that_is_killed_before_it_answers_is_an_error(model: Path, tmp_
             getting = threading.Thread(target=fetch)
             getting.start()
             forked.stop(signal.SIGKILL)
-            getting.join(60.0)
+            getting.join(LONG_S)
             assert isinstance(found[0], MooncakeError)

@@ -15,8 +15,8 @@ from mooncake.base.engine_events import ClearedBlocks, RemovedBlocks, StoredBloc
 from mooncake.base.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventsConfig
 from mooncake.rpc.kv_event_reader import EventNews, EventSource, KvEventReader, _received
 from mooncake.rpc.kv_events import END, KvEventPublisher
+from tests.support.waiting import LONG_S
 
-WAIT_S = 60.0
 SHORT_S = 0.05
 """How long a batch may take before the next one is published."""
 ENGINE = "http://engine"
@@ -35,7 +35,7 @@ class Reading:
 
     def next(self) -> EventNews:
         while not self._came:
-            ready, _, _ = select.select([self.reader.news.fileno()], [], [], WAIT_S)
+            ready, _, _ = select.select([self.reader.news.fileno()], [], [], LONG_S)
             assert ready, "nothing comes"
             self._came += self.reader.news.receive()
         return self._came.pop(0)

@@ -22,9 +22,8 @@ from mooncake.identity import own_credential
 from mooncake.rpc.listeners import Listener, who_listens
 from mooncake.rpc.zmq_channel import ZmqChannel
 from tests.support.relay import Relay
+from tests.support.waiting import LONG_S
 
-LONG_S = 60.0
-"""Longer than it takes to learn who listens: a look ends as soon as it is known."""
 QUESTION = AskCluster(asker=WorkerRef("w", "e", "tcp://127.0.0.1:1"), ticket=0)
 
 

@@ -57,9 +57,9 @@ from mooncake.rpc.zmq_channel import (
     _Gate,
 )
 from tests.support.clock import ManualClock
+from tests.support.waiting import LONG_S
 
 SECRET = "a cluster secret"
-WAIT_S = 10.0
 SHUT_S = 1.0
 """For so long one that may not connect tries to: one that may is heard within a tenth of it."""
 Open = Callable[..., ZmqChannel]
@@ -91,7 +91,7 @@ def receive(channel: ZmqChannel, count: int) -> list[AnyMessage | PeerEnded]:
     """Wait on the descriptor alone, as a driver does."""
     got: list[AnyMessage | PeerEnded] = []
     while len(got) < count:
-        assert select.select([channel], [], [], WAIT_S)[0], f"{len(got)} of {count} arrived"
+        assert select.select([channel], [], [], LONG_S)[0], f"{len(got)} of {count} arrived"
         got += channel.receive()
     return got
 
@@ -137,7 +137,7 @@ def test_works_with_add_reader_of_asyncio(open_channel: Open) -> None:
         for attempt in range(50):
             a.send(b.address, AbortTask(request_id="r", attempt=attempt))
             await asyncio.sleep(0)
-        await asyncio.wait_for(done.wait(), WAIT_S)
+        await asyncio.wait_for(done.wait(), LONG_S)
         loop.remove_reader(b.fileno())
         return got
 
@@ -174,7 +174,7 @@ def test_a_secret_is_replaced_while_messages_go_both_ways(open_channel: Open) ->
     late.send(a.address, Drain())
     assert receive(a, 1) == [Drain()], "it need not know what the secret was when that was opened"
     former.send(a.address, Drain())
-    deadline_s = time.monotonic() + WAIT_S
+    deadline_s = time.monotonic() + LONG_S
     while not a.counters.num_refused:
         assert time.monotonic() < deadline_s
         select.select([a], [], [], 0.1)
@@ -208,7 +208,7 @@ def test_a_typed_address_has_the_key_of_the_first_secret_at_each_step(open_chann
     def arrives(sender: ZmqChannel, address: str, receiver: ZmqChannel) -> None:
         """As members do, it says the same again until it is heard."""
         said = AbortTask(request_id="let in", attempt=next(numbers))
-        end_s = time.monotonic() + WAIT_S
+        end_s = time.monotonic() + LONG_S
         while time.monotonic() < end_s:
             sender.send(address, said)
             if said in hear(receiver, 0.2):
@@ -306,7 +306,7 @@ def test_between_two_tries_for_its_port_a_channel_rests(
     clock.advance_to(LOOK_S)
     began_s = clock.now()
     registry.receive()
-    assert select.select([registry], [], [], WAIT_S)[0], "it wakes its driver for the next try"
+    assert select.select([registry], [], [], LONG_S)[0], "it wakes its driver for the next try"
     for _ in range(100):
         registry.receive()
     for _ in range(100):
@@ -335,7 +335,7 @@ def test_a_raw_socket_without_the_secret_gets_nothing_through(
     closed = failed | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     seen = 0
     while not seen & closed:
-        assert events.poll(WAIT_S * 1000)
+        assert events.poll(LONG_S * 1000)
         seen |= int.from_bytes(events.recv_multipart()[0][:2], "little")
     assert not seen & zmq.EVENT_HANDSHAKE_SUCCEEDED
     assert ours.receive() == []
@@ -505,7 +505,7 @@ def test_idle_and_surplus_peers_are_forgotten(open_channel: Open) -> None:
     clock.advance_to(119.0)
     a.receive()
     assert a.num_peers == 0
-    deadline_s = time.monotonic() + WAIT_S
+    deadline_s = time.monotonic() + LONG_S
     while len(os.listdir("/proc/self/fd")) > num_fds:  # ZeroMQ closes in a thread of its own
         assert time.monotonic() < deadline_s, "descriptors of forgotten peers stay open"
         a.receive()
@@ -627,7 +627,7 @@ def test_peers_that_accept_and_say_nothing_hide_no_other_s_end() -> None:
         gone.close()
         ended.ask(address)
         found: list[str] = []
-        until_s = time.monotonic() + WAIT_S
+        until_s = time.monotonic() + LONG_S
         while not found and time.monotonic() < until_s:
             ready.poll(0.1)
             found += ended.look()
@@ -652,7 +652,7 @@ def test_a_peer_that_hangs_up_and_lives_has_not_ended(open_channel: Open) -> Non
         patched.setattr(
             EndedPeers, "ask", lambda self, address: (asked.append(address), ask(self, address))
         )
-        end_s = time.monotonic() + WAIT_S
+        end_s = time.monotonic() + LONG_S
         while not asked or select.select([ours], [], [], 0.5)[0]:
             assert time.monotonic() < end_s, "the closed connection is not noticed"
             assert ours.receive() == []
@@ -673,7 +673,7 @@ def test_of_too_many_that_prove_nothing_the_oldest_is_hung_up(
         strangers = []
         for _ in range(2 * MAX_UNPROVEN):
             strangers.append(opened.enter_context(socket.create_connection((host, int(port)))))
-        end_s = time.monotonic() + WAIT_S
+        end_s = time.monotonic() + LONG_S
         while (num_open := sum(map(is_open, strangers))) > MAX_UNPROVEN:
             assert time.monotonic() < end_s, f"{num_open} are open"
             select.select([server], [], [], 0.05)
@@ -738,7 +738,7 @@ def test_clients_of_one_credential_speak_by_so_many_names(open_channel: Open) ->
     credential.renew(Credential(credential.keys.seed, issued.signed, issued.cluster).text)
     speak(MAX_PER_CLIENT)  # nor does another certificate of the same keys give it more
     while not server.counters.num_refused:
-        assert select.select([server], [], [], WAIT_S)[0]
+        assert select.select([server], [], [], LONG_S)[0]
         assert server.receive() == []
     (refused,) = receive(client, 1)
     assert isinstance(refused, Refused)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -17,12 +20,14 @@ from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.net.endpoint import ListenAddress
 from mooncake.transfer.net.handshake import Credentials
 from mooncake.transfer.net.io_loop import IoLoop
+from mooncake.transfer.net.standing import Standing
 from mooncake.transfer.rdma.backend import RdmaBackend
 from mooncake.transfer.rdma.memory import RdmaMemory
 from mooncake.transfer.rdma.settings import RdmaSettings
 from mooncake.transfer.regions import RegionTable
 from mooncake.transfer.router import RoutedTransfer
 from mooncake.transfer.topology import Place, build_matrix
+from tests.support.clock import Calendar
 from tests.support.kvstore.pool_process import until
 from tests.support.transfer.driving import move
 from tests.support.transfer.fake_nics import FakeFabric, FakeNic
@@ -55,9 +60,48 @@ class Engine:
         return move(self.transfer, Op.WRITE, owner.transfer.segment, ops).error
 
 
+class Looks:
+    """The looks at sessions that all engines of a test take."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._counts: Counter[Standing] = Counter()
+        look = Standing.look
+
+        def counted(standing: Standing, *words: Any) -> None:
+            look(standing, *words)
+            self._counts[standing] += 1
+
+        monkeypatch.setattr(Standing, "look", counted)
+
+    def all_have_shown(self) -> bool:
+        """Whether each engine has proven its newest certificate to all owners."""
+        return all(
+            standing._shown is standing._credential.signed and not standing._is_proving
+            for standing in self._counts
+        )
+
+    def wait_for(self, num: int) -> None:
+        """Wait until each engine has looked so many times more."""
+        goals = {standing: count + num for standing, count in self._counts.items()}
+        until(lambda: all(self._counts[each] >= goals[each] for each in goals), "all have looked")
+
+
+@pytest.fixture
+def calendar() -> Calendar:
+    return Calendar()
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    return Looks(monkeypatch)
+
+
 @pytest.fixture(params=["tcp", "shm", "rdma"])
-def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+def start(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, calendar: Calendar
+) -> Iterator[Open]:
     monkeypatch.setattr("mooncake.transfer.net.standing.LOOK_S", 0.1)
+    monkeypatch.setattr(factory, "Credentials", partial(Credentials, unix_time=calendar))
     opened: list[Engine] = []
     fabric = FakeFabric()
 
@@ -86,29 +130,34 @@ def start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def expiring(name: str) -> Credential:
-    issued = issue("s", name, [WORKER], expires_s=time.time() + 1.5)
+    issued = issue("s", name, [WORKER], expires_s=time.time() + 600.0)
     return own_credential(issued.text, WORKER)
 
 
-def test_a_session_ends_when_its_client_s_credential_expires(start: Open) -> None:
+def test_a_session_ends_when_its_client_s_credential_expires(
+    start: Open, calendar: Calendar
+) -> None:
     owner, client = start("owner", own_credential("s", WORKER)), start("us", expiring("late"))
     other = start("other", own_credential("s", WORKER))
     assert client.write_to(owner) is other.write_to(owner) is None
-    until(lambda: owner.num_sessions == 1, "one session is left", 10.0)
+    assert owner.num_sessions == 2
+    calendar.ahead_s = 1000.0
+    until(lambda: owner.num_sessions == 1, "one session is left")
     assert other.write_to(owner) is None
     # A write that is under way while the session ends learns only that.
-    until(lambda: "'late' has expired" in str(client.write_to(owner)), "it says why", 10.0)
+    until(lambda: "'late' has expired" in str(client.write_to(owner)), "it says why")
 
 
 def test_a_session_ends_when_its_owner_s_credential_expires(
-    start: Open, caplog: pytest.LogCaptureFixture
+    start: Open, calendar: Calendar, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner, client = start("owner", expiring("late")), start("us", own_credential("s", WORKER))
     assert client.write_to(owner) is None
-    until(lambda: owner.num_sessions == 0, "the client has hung up", 10.0)
+    calendar.ahead_s = 1000.0
+    until(lambda: owner.num_sessions == 0, "the client has hung up")
     assert any("session with owner ends: the credential 'late'" in each for each in caplog.messages)
     # One may be opened again in the moment before the credential expires.
-    until(lambda: "'late' has expired" in str(client.write_to(owner)), "it says why", 10.0)
+    until(lambda: "'late' has expired" in str(client.write_to(owner)), "it says why")
     assert sum("session with owner ends" in each for each in caplog.messages) <= 2
 
 
@@ -121,12 +170,12 @@ def test_a_secret_that_is_taken_out_of_use_ends_the_sessions_of_who_has_no_other
     )
     assert client.write_to(owner) is None
     proofs[0].renew("new")
-    until(lambda: owner.num_sessions == 0, "it has ended", 10.0)
+    until(lambda: owner.num_sessions == 0, "it has ended")
     assert client.write_to(owner) is not None
 
 
 def test_sessions_outlive_a_rotation_of_the_secret(
-    start: Open, caplog: pytest.LogCaptureFixture
+    start: Open, looks: Looks, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each side proves the new one to the other without a new session: nothing fails or waits."""
     proofs = [own_credential("old", WORKER) for _ in range(2)]
@@ -145,10 +194,12 @@ def test_sessions_outlive_a_rotation_of_the_secret(
     for given in ("old\nnew", "new\nold", "new"):
         for proof in proofs:
             proof.renew(given)
-        time.sleep(0.6)
+        num_before = len(errors)
+        until(looks.all_have_shown, "each has proven the new one")
+        looks.wait_for(3)
+        until(lambda num=num_before: len(errors) > num, "it goes on writing")
     stop.set()
     writer.join()
-    assert len(errors) > 50
     assert set(errors) == {None}
     assert second.write_to(first) is None, "an idle session has stayed, too"
     for each in (first, second):
@@ -158,7 +209,7 @@ def test_sessions_outlive_a_rotation_of_the_secret(
 
 
 def test_sessions_outlive_certificates_that_are_issued_anew(
-    start: Open, caplog: pytest.LogCaptureFixture
+    start: Open, looks: Looks, calendar: Calendar, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For the same keys, as the signer does."""
     proofs = [expiring(name) for name in "ab"]
@@ -167,7 +218,9 @@ def test_sessions_outlive_certificates_that_are_issued_anew(
     for proof in proofs:
         issued = certify("s", proof.certificate.name, [WORKER], proof.keys.public)
         proof.renew(Credential(proof.keys.seed, issued.signed, issued.cluster).text)
-    time.sleep(2.5)
+    until(looks.all_have_shown, "each has proven the new one")
+    calendar.ahead_s = 1000.0
+    looks.wait_for(3)
     assert second.num_sessions == 1
     assert first.write_to(second) is second.write_to(first) is None
     assert not any(" ends: " in each for each in caplog.messages)

@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 
 from mooncake.launch.pool_client.session import PoolSession, locate
+from tests.support.waiting import LONG_S
 
 SECRET = "a secret of these tests"
-START_S = 180.0
 _READY = re.compile(r"pool node at (http://\S+) -")
 
 
-def until(holds: Callable[[], bool], what: str, seconds: float = START_S) -> None:
+def until(holds: Callable[[], bool], what: str, seconds: float = LONG_S) -> None:
     """Wait for a condition that other processes bring about."""
     pause, deadline = threading.Event(), time.monotonic() + seconds
     while not holds():
@@ -89,7 +89,7 @@ class PoolProcess:
     def stop(self, number: int) -> int:
         """Send a signal, wait, return the exit code."""
         self.process.send_signal(number)
-        return self.process.wait(START_S)
+        return self.process.wait(LONG_S)
 
     def __enter__(self) -> PoolProcess:
         return self
@@ -102,4 +102,4 @@ class PoolProcess:
     ) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
-        self.process.wait(START_S)
+        self.process.wait(LONG_S)

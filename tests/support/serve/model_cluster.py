@@ -8,7 +8,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,20 @@ class ModelCluster:
         source: ModelSource | None = None,
         by_role: bool = False,
     ) -> None:
+        with ExitStack() as opened:
+            self._start(config, change_plan, protocols, source, by_role, opened)
+            self._opened = opened.pop_all()
+
+    def _start(
+        self,
+        config: ServeConfig,
+        change_plan: Callable[[ServePlan], ServePlan],
+        protocols: Sequence[str],
+        source: ModelSource | None,
+        by_role: bool,
+        opened: ExitStack,
+    ) -> None:
+        """Start everything; `opened` ends what has been started."""
         plan = change_plan(make_plan(config, cores=1))
         network = InprocNetwork()
         channel = InprocChannel(network, "gateway", encode=True)
@@ -115,8 +129,11 @@ class ModelCluster:
                 shape = plan.ranks[role].shape
                 options = msgspec.structs.replace(plan.options, shape=shape)
                 self._models[role] = open_model(path, dtype, options)
+                opened.callback(self._models[role].close)
         model = source or self._models.get(Role.DECODE)
-        model = model or open_model(path, dtype, plan.options)
+        if model is None:
+            model = open_model(path, dtype, plan.options)
+            opened.callback(model.close)
         self.layout = plan.layout
         ids = SeededIds(7)
         self.events = EventList()
@@ -131,10 +148,13 @@ class ModelCluster:
         self._gateway = Driver(gateway, channel)
         self._thread = threading.Thread(target=self._gateway.run, daemon=True)
         self._thread.start()
+        opened.callback(self._thread.join, LONG_S)
+        opened.callback(self._gateway.stop)
         given = held(model, plan.options)
         self.workers = _Workers(network, given, lost=self._lost, protocols=protocols)
         self.workers.models = self._models
         self._settings = cluster_workers(config, plan, channel.address, "secret", "host")
+        opened.callback(self.workers.stop)
         self.workers.start(self._settings)
         self._wait_until_all_are_up()
 
@@ -220,12 +240,8 @@ class ModelCluster:
         return checksums
 
     def stop(self) -> None:
-        self.workers.check_integrity()
-        self.workers.stop()
-        self._gateway.stop()
-        self._thread.join(LONG_S)
-        for model in self._models.values():
-            model.close()
+        with self._opened:
+            self.workers.check_integrity()
 
     def start_again(self, worker_id: str) -> None:
         """End a worker as a crash would, and start it with empty pages."""

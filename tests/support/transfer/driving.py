@@ -13,6 +13,7 @@ from mooncake.transfer.engine import Op, TransferBatch, TransferDone, TransferEv
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.router import RoutedTransfer
 from mooncake.transfer.topology import has_rdma_devices
+from tests.support.waiting import LONG_S
 
 NEEDS_RDMA = pytest.mark.skipif(
     not has_rdma_devices(),
@@ -22,7 +23,7 @@ WIRED = ["tcp", "shm", pytest.param("rdma", marks=NEEDS_RDMA)]
 """The protocols between processes."""
 EMULATED = os.environ.get("MOONCAKE_RDMA_GUEST") == "1"
 """Whether this is the machine that `make test-rdma` boots: bytes move a hundred times slower."""
-WAIT_S = 20.0 * float(os.environ.get("MOONCAKE_GUEST_SLOWNESS", "1"))
+WAIT_S = max(LONG_S, 20.0 * float(os.environ.get("MOONCAKE_GUEST_SLOWNESS", "1")))
 """How long tests wait for what must happen. They never wait so long if it does. Emulated machines
 are slow."""
 

@@ -11,6 +11,7 @@ import pytest
 
 from mooncake.api.lane import Lane
 from mooncake.base import Unavailable
+from tests.support.waiting import LONG_S
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ async def busy(lane: Lane) -> AsyncIterator[None]:
 
     def work() -> None:
         begun.set()
-        go_on.wait(60)
+        go_on.wait(LONG_S)
 
     task = asyncio.ensure_future(lane.run(work, "busy"))
     await asyncio.sleep(0)
@@ -41,7 +42,7 @@ async def busy(lane: Lane) -> AsyncIterator[None]:
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
     async def within() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LONG_S):
             await main()
 
     asyncio.run(within())

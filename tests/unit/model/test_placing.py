@@ -32,7 +32,7 @@ def test_threads_are_in_the_mode_of_their_caller() -> None:
 
 def test_several_at_once() -> None:
     """Each task waits for the other: one thread alone would never end."""
-    both = threading.Barrier(2, timeout=60)
+    both = threading.Barrier(2, timeout=240)
     with Placer(2) as placer:
         placer.do([lambda: both.wait() and None, lambda: both.wait() and None])
 

@@ -41,6 +41,7 @@ from tests.support.model.tiny_models import (
     source_of,
     truth,
 )
+from tests.support.waiting import LONG_S
 from tests.unit.model.running.test_runner import GreedySampler, plan, result_of, start_of
 from tests.unit.model.test_ranks import MOST, compare, logprobs
 
@@ -269,7 +270,7 @@ def test_busy_instances_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         tokens, start = prompt, 0
         for step in range(steps):
             if number and step:
-                assert peers[number].woken.acquire(timeout=60)
+                assert peers[number].woken.acquire(timeout=LONG_S)
             begun = [start_of(1, prompt)] if not step else []
             runners[number].submit(plan(step, [slot(1, start, tokens, range(4))], begun))
             start += len(tokens)

@@ -16,8 +16,9 @@ from mooncake.api.config import ApiConfig
 from mooncake.api.errors import ApiError
 from mooncake.api.http.repeats import ANSWER_BYTES, MAX_READERS, PART_BYTES, Repeats, seed_of
 from mooncake.api.http.response import ErrorResponse
+from tests.support.clock import leap, run_leaping
+from tests.support.waiting import LONG_S
 
-LIMIT_S = 30.0
 KEPT_S = 3600.0
 
 
@@ -96,7 +97,7 @@ class Client:
             self.text += message["body"]
 
     async def got(self, text: bytes) -> None:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(LONG_S):
             while self.text != text:
                 await asyncio.sleep(0)
 
@@ -107,12 +108,12 @@ def run(
     async def main() -> None:
         made = app()
         repeats = Repeats(made, ApiConfig(**{"kept_answer_s": KEPT_S, **config}))
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(LONG_S):
             await test(made, repeats)
             await asyncio.sleep(0)
         repeats.check_integrity()
 
-    asyncio.run(main())
+    run_leaping(main())
 
 
 def test_a_repeat_joins_the_answer_that_is_being_given() -> None:
@@ -138,15 +139,15 @@ def test_a_complete_answer_is_given_again_until_its_time_is_over() -> None:
         again = Client(repeats)
         await again.done
         assert (again.text, app.num_runs) == (b"aaa.", 1)
-        while repeats.knows("x", Headers({"idempotency-key": "k"})):
-            await asyncio.sleep(0.01)
+        await leap(61)
+        assert not knows(repeats, "k")
         app.go_on()
         anew = Client(repeats)
         await anew.done
         assert (anew.text, app.num_runs) == (b"aaa.", 2)
         assert b"idempotent-replayed" not in anew.headers
 
-    run(test, kept_answer_s=0.1)
+    run(test, kept_answer_s=60)
 
 
 def test_an_answer_that_fails_is_not_kept() -> None:
@@ -222,7 +223,7 @@ def test_each_client_that_breaks_off_is_waited_for() -> None:
         await clients[0].got(b"a")
         clients[0].gone.set()
         for _ in range(3):
-            await asyncio.sleep(0.4)
+            await leap(40)
             clients.append(Client(repeats))
             await clients[-1].got(b"a")
             clients[-1].gone.set()
@@ -231,7 +232,7 @@ def test_each_client_that_breaks_off_is_waited_for() -> None:
         await last.done
         assert (last.text, app.num_left, app.num_runs) == (b"aaa.", 0, 1)
 
-    run(test, linger_s=0.8)
+    run(test, linger_s=60)
 
 
 def test_an_answer_larger_than_the_memory_goes_at_its_readers_speed_and_is_not_repeated() -> None:
@@ -336,8 +337,8 @@ def test_an_answer_that_is_forgotten_fills_the_memory_while_it_is_read() -> None
         slow = [Client(repeats, key="1") for _ in range(2)]
         for client in slow:
             client.reading.clear()
-        while knows(repeats, "1"):
-            await asyncio.sleep(0.01)
+        await leap(61)
+        assert not knows(repeats, "1")
         for number, client in enumerate(slow):
             app.go_on()
             await Client(repeats, key=str(number)).done
@@ -350,7 +351,7 @@ def test_an_answer_that_is_forgotten_fills_the_memory_while_it_is_read() -> None
         await Client(repeats, key="3").done
         assert knows(repeats, "3")
 
-    run(test, lambda: App(5), max_kept_answer_bytes=40_000, kept_answer_s=0.1)
+    run(test, lambda: App(5), max_kept_answer_bytes=40_000, kept_answer_s=60)
 
 
 def test_a_refusal_is_sent_when_the_memory_is_full() -> None:

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from mooncake.cli.main import run
 from tests.support.certificates import Host, make_host
+from tests.support.waiting import LONG_S
 
 DAY = datetime.timedelta(days=1)
 
@@ -71,7 +72,7 @@ def shaken(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> None:
         with ours, client.wrap_socket(ours, server_hostname=name) as wrapped:
             wrapped.recv(1)
     finally:
-        thread.join(30)
+        thread.join(LONG_S)
     if refused:
         raise refused[0]
 

@@ -15,13 +15,12 @@ from mooncake.base import BlockKey, TransferError
 from mooncake.integrations.vllm.chunks import Packing, RankKv
 from mooncake.integrations.vllm.mover import Ended, Mover, Staging
 from mooncake.integrations.vllm.plan import Load, Save
+from tests.support.waiting import LONG_S
 
 BLOCK = 8
 """Bytes of a block of the engine."""
 PART = 6
 """Bytes of a block of the pool: a chunk of one block takes two."""
-WAIT_S = 10.0
-"""Longer than anything here takes."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Pool:
         """Blocks of the largest call."""
 
     def call(self, work: Callable[[Any], Any]) -> Any:
-        assert self.goes_on.wait(WAIT_S)
+        assert self.goes_on.wait(LONG_S)
         if self.error is not None:
             raise self.error
         return work(self)
@@ -113,7 +112,7 @@ class Engine:
 
     def end(self) -> Ended:
         """Collect until all loads have ended."""
-        whole, deadline = Ended(), time.monotonic() + WAIT_S
+        whole, deadline = Ended(), time.monotonic() + LONG_S
         while self.mover.num_loads:
             assert time.monotonic() < deadline
             self.mover.wait(0.01)
@@ -125,7 +124,7 @@ class Engine:
 
     def settle(self) -> None:
         """Wait until everything was moved."""
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + LONG_S
         while not self.mover.is_idle:
             assert time.monotonic() < deadline, "something stays held"
             time.sleep(0.001)

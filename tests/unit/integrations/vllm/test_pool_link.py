@@ -17,6 +17,7 @@ from mooncake.integrations.vllm.chunks import RankKv
 from mooncake.integrations.vllm.lookups import PoolLookups, logger
 from mooncake.launch.pool_client.session import PoolSessionConfig
 from tests.support.kvstore.node_world import LAYOUT
+from tests.support.waiting import LONG_S
 
 
 class World:
@@ -144,11 +145,11 @@ def test_a_look_up_that_fails_finds_nothing(world: World, error: Exception) -> N
     lookups = open_lookups(world)
     try:
         chain = [bytes([n]) * 16 for n in range(4)]
-        assert lookups.ask(chain).result(10) == 3, "of 8 parts 7 are there"
+        assert lookups.ask(chain).result(LONG_S) == 3, "of 8 parts 7 are there"
         assert lookups.packing is not None
         assert lookups.packing.num_parts(RankKv(b"", 15)) == 2
         world.opened[0].error = error
-        assert lookups.ask(chain).result(10) == 0
+        assert lookups.ask(chain).result(LONG_S) == 0
     finally:
         lookups.close()
     assert world.opened[0].is_closed
@@ -160,16 +161,16 @@ CHAIN = [bytes([n]) * 16 for n in range(4)]
 def test_a_promise_is_waited_for_and_others_are_answered_meanwhile(world: World) -> None:
     lookups = open_lookups(world)
     try:
-        assert lookups.ask(CHAIN).result(10) == 3
+        assert lookups.ask(CHAIN).result(LONG_S) == 3
         [session] = world.opened
         session.missing = 4
         answer = lookups.ask(CHAIN, promised=4, within_s=60)
         for _ in range(3):
-            assert session.asked.acquire(timeout=10)
-        assert lookups.ask(CHAIN).result(10) == 2
+            assert session.asked.acquire(timeout=LONG_S)
+        assert lookups.ask(CHAIN).result(LONG_S) == 2
         assert not answer.done()
         session.missing = 0
-        assert answer.result(10) == 4
+        assert answer.result(LONG_S) == 4
     finally:
         lookups.close()
 
@@ -177,8 +178,8 @@ def test_a_promise_is_waited_for_and_others_are_answered_meanwhile(world: World)
 def test_a_promise_that_is_not_kept_in_time_is_what_is_there(world: World) -> None:
     lookups = open_lookups(world)
     try:
-        assert lookups.ask(CHAIN, promised=4, within_s=0.1).result(10) == 3
-        assert lookups.ask(CHAIN, promised=3, within_s=60).result(10) == 3
+        assert lookups.ask(CHAIN, promised=4, within_s=0.1).result(LONG_S) == 3
+        assert lookups.ask(CHAIN, promised=3, within_s=60).result(LONG_S) == 3
     finally:
         lookups.close()
 
@@ -186,9 +187,9 @@ def test_a_promise_that_is_not_kept_in_time_is_what_is_there(world: World) -> No
 def test_a_promise_is_not_waited_for_while_the_pool_fails(world: World) -> None:
     lookups = open_lookups(world)
     try:
-        assert lookups.ask(CHAIN).result(10) == 3
+        assert lookups.ask(CHAIN).result(LONG_S) == 3
         world.opened[0].error = TransferError("broken")
-        assert lookups.ask(CHAIN, promised=4, within_s=60).result(10) == 0
+        assert lookups.ask(CHAIN, promised=4, within_s=60).result(LONG_S) == 0
     finally:
         lookups.close()
 
@@ -197,17 +198,17 @@ def test_a_new_look_up_waits_for_one_other_whatever_is_promised(world: World) ->
     """Whoever asks with promises that nobody keeps holds up only its own requests."""
     lookups, permits = open_lookups(world), threading.Semaphore(0)
     try:
-        assert lookups.ask(CHAIN).result(10) == 3
+        assert lookups.ask(CHAIN).result(LONG_S) == 3
         [session] = world.opened
         waiting = [lookups.ask(CHAIN, promised=4, within_s=60) for _ in range(20)]
-        assert lookups.ask(CHAIN).result(10) == 3, "and those before it have been tried"
+        assert lookups.ask(CHAIN).result(LONG_S) == 3, "and those before it have been tried"
         session.permits = permits
         while session.asked.acquire(blocking=False):
             pass
-        assert session.asked.acquire(timeout=10), "one is tried again"
+        assert session.asked.acquire(timeout=LONG_S), "one is tried again"
         new = lookups.ask(CHAIN)
         permits.release(2)
-        assert new.result(10) == 3
+        assert new.result(LONG_S) == 3
         assert not any(answer.done() for answer in waiting)
     finally:
         world.opened[0].permits = None

@@ -14,6 +14,7 @@ from mooncake.kvstore.storage.bucket import StoreError
 from mooncake.kvstore.storage.disk import NO_SLOT, DiskBlock, Outcome
 from tests.support.kvstore.bucket_scene import KEYS, SIZE, BucketScene, DictStore
 from tests.support.kvstore.disk_bench import key
+from tests.support.waiting import LONG_S
 
 PLAIN_AND_NOT = pytest.mark.parametrize("keys", ["", KEYS[0]], ids=["plain", "encrypted"])
 
@@ -124,16 +125,16 @@ def test_slow_writes_leave_threads_to_reads(store: DictStore) -> None:
 
     def write() -> None:
         began.put("write")
-        ended.wait(60)
+        ended.wait(LONG_S)
 
     for _ in range(8):
         bucket.threads.put(write)
-    assert [began.get(timeout=30) for _ in range(4)] == ["write"] * 4
+    assert [began.get(timeout=LONG_S) for _ in range(4)] == ["write"] * 4
     for _ in range(4):
         bucket.threads.put(lambda: began.put("read"), urgent=True)
-    assert [began.get(timeout=30) for _ in range(4)] == ["read"] * 4
+    assert [began.get(timeout=LONG_S) for _ in range(4)] == ["read"] * 4
     ended.set()
-    assert [began.get(timeout=30) for _ in range(4)] == ["write"] * 4
+    assert [began.get(timeout=LONG_S) for _ in range(4)] == ["write"] * 4
     bucket.close()
 
 

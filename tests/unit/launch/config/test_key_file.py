@@ -10,6 +10,7 @@ import pytest
 
 from mooncake.base import ConfigError, Priority
 from mooncake.launch.config.key_file import KeyFile, follow, read_keys
+from tests.support.waiting import LONG_S
 
 GOOD = """
 keys:
@@ -167,7 +168,7 @@ def test_a_follower_gets_the_keys_on_request_and_when_they_change(tmp_path: Path
         task = asyncio.create_task(
             follow(KeyFile(str(path)), asked, lambda keys: seen.put_nowait([k.name for k in keys]))
         )
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LONG_S):
             asked.set()
             assert await seen.get() == ["alice"]
             named(path, "bob")

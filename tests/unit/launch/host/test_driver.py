@@ -19,6 +19,7 @@ from mooncake.launch.host.driver import Driver, FencedOff
 from mooncake.rpc.inproc import InprocChannel, InprocNetwork
 from mooncake.transfer.engine import TransferDone
 from tests.support.kvstore.pool_process import until
+from tests.support.waiting import LONG_S
 
 
 class Recorder:
@@ -108,7 +109,7 @@ class Rig:
             self.error = error
 
     def join(self) -> None:
-        self.thread.join(timeout=20)
+        self.thread.join(timeout=LONG_S)
         assert not self.thread.is_alive()
 
 
@@ -135,7 +136,7 @@ def test_messages_completions_and_steps_reach_the_machine(rig: Rig) -> None:
     rig.peer.send("machine", abort(1))
     rig.transfer.put(TransferDone(batch_id=7))
     rig.runner.put(StepResult(step_id=9, seconds=0.0))
-    assert rig.machine.enough.wait(20)
+    assert rig.machine.enough.wait(LONG_S)
     kinds = {type(event).__name__ for event in rig.machine.events}
     assert kinds == {"AbortTask", "TransferDone", "StepResult"}
 
@@ -145,28 +146,28 @@ def test_events_of_one_source_keep_their_order(rig: Rig) -> None:
     rig.thread.start()
     for number in range(200):
         rig.peer.send("machine", abort(number))
-    assert rig.machine.enough.wait(20)
+    assert rig.machine.enough.wait(LONG_S)
     assert rig.machine.events == [abort(number) for number in range(200)]
 
 
 def test_what_was_there_before_the_start_is_not_lost(rig: Rig) -> None:
     rig.peer.send("machine", abort(1))
     rig.thread.start()
-    assert rig.machine.enough.wait(20)
+    assert rig.machine.enough.wait(LONG_S)
 
 
 def test_a_timer_wakes_without_events(rig: Rig) -> None:
     rig.machine.wake_after_s = 0.0
     rig.machine.wanted = 5
     rig.thread.start()
-    assert rig.machine.enough.wait(20)
+    assert rig.machine.enough.wait(LONG_S)
     assert rig.machine.events == []
 
 
 def test_the_machine_ticks_after_each_batch_of_events(rig: Rig) -> None:
     rig.thread.start()
     rig.peer.send("machine", abort(1))
-    assert rig.machine.enough.wait(20)
+    assert rig.machine.enough.wait(LONG_S)
     rig.driver.stop()
     rig.join()
     assert rig.machine.ticks >= 2
@@ -197,7 +198,7 @@ def test_it_stops_once_the_machine_is_done(rig: Rig) -> None:
     rig.thread.start()
     rig.driver.stop_when(lambda machine: machine.enough.is_set(), 3600)
     rig.peer.send("machine", abort(1))
-    assert rig.driver.call(lambda *_: True).result(20)
+    assert rig.driver.call(lambda *_: True).result(LONG_S)
     rig.peer.send("machine", abort(2))
     rig.join()
     assert rig.error is None
@@ -213,7 +214,7 @@ def test_it_stops_at_the_limit_if_the_machine_is_never_done(rig: Rig) -> None:
 def test_calls_run_in_the_loops_thread_with_its_time(rig: Rig) -> None:
     rig.thread.start()
     name, now = rig.driver.call(lambda machine, now: (threading.current_thread(), now)).result(
-        timeout=20
+        timeout=LONG_S
     )
     assert name is rig.thread
     assert now > 0
@@ -230,7 +231,7 @@ def share(rig: Rig) -> None:
 
 def here(rig: Rig) -> threading.Thread:
     """Return the thread in which a call runs."""
-    ran: threading.Thread = rig.driver.call(lambda *_: threading.current_thread()).result(20)
+    ran: threading.Thread = rig.driver.call(lambda *_: threading.current_thread()).result(LONG_S)
     return ran
 
 
@@ -259,7 +260,7 @@ def test_what_is_called_at_the_end_comes_after_what_is_due(rig: Rig) -> None:
         rig.driver.at_end(lambda: ticks.append(machine.ticks - before))
 
     for _ in range(20):  # some are done by this thread, if turns are shared
-        rig.driver.call(work).result(20)
+        rig.driver.call(work).result(LONG_S)
     until(lambda: len(ticks) == 20, "each is called")
     assert 0 not in ticks
 
@@ -271,17 +272,17 @@ def test_two_threads_never_drive_the_machine_at_once(rig: Rig) -> None:
 
     def slow(_machine: Recorder, _now: float) -> None:
         inside.set()
-        assert leave.wait(20)
+        assert leave.wait(LONG_S)
 
     holder = threading.Thread(target=lambda: rig.driver.call(slow))
     holder.start()
-    assert inside.wait(20)
+    assert inside.wait(LONG_S)
     assert not rig.transfer.offer(TransferDone(batch_id=1))
     late = rig.driver.call(lambda machine, _: list(machine.events))
     assert not late.done()
     leave.set()
     holder.join()
-    late.result(20)
+    late.result(LONG_S)
     rig.transfer.put(TransferDone(batch_id=2))  # as the engine rings when nobody took the event
     until(lambda: len(rig.machine.events) == 2, "both have come")
 
@@ -295,15 +296,15 @@ def test_the_loop_wakes_earlier_if_another_threads_turn_makes_something_due(rig:
         machine.wake_after_s = 0.0
         machine.wanted = machine.ticks + 5
 
-    rig.driver.call(hurry).result(20)
-    assert rig.machine.enough.wait(20)
+    rig.driver.call(hurry).result(LONG_S)
+    assert rig.machine.enough.wait(LONG_S)
 
 
 @shared
 def test_the_loop_ends_if_another_threads_turn_was_what_it_waited_for(rig: Rig) -> None:
     share(rig)
     rig.driver.stop_when(lambda machine: machine.wanted == 7, None)
-    rig.driver.call(lambda machine, _: setattr(machine, "wanted", 7)).result(20)
+    rig.driver.call(lambda machine, _: setattr(machine, "wanted", 7)).result(LONG_S)
     rig.join()
     assert rig.error is None
 
@@ -343,7 +344,7 @@ def test_an_interrupt_waits_until_the_turn_is_over(rig: Rig) -> None:
     finally:
         signal.signal(signal.SIGINT, handler)
     assert threading.current_thread() in ended, "it ran to its end"
-    assert rig.driver.call(lambda machine, _: machine.ticks).result(20) > 0
+    assert rig.driver.call(lambda machine, _: machine.ticks).result(LONG_S) > 0
 
 
 def test_a_fault_in_a_call_is_the_callers(rig: Rig) -> None:
@@ -353,8 +354,8 @@ def test_a_fault_in_a_call_is_the_callers(rig: Rig) -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        rig.driver.call(broken).result(timeout=20)
-    assert rig.driver.call(lambda machine, now: machine.ticks).result(timeout=20) > 0
+        rig.driver.call(broken).result(timeout=LONG_S)
+    assert rig.driver.call(lambda machine, now: machine.ticks).result(timeout=LONG_S) > 0
 
 
 def test_calls_that_came_too_late_are_cancelled(rig: Rig) -> None:
@@ -363,7 +364,7 @@ def test_calls_that_came_too_late_are_cancelled(rig: Rig) -> None:
     rig.thread.start()
     rig.join()
     with pytest.raises(CancelledError):
-        waiting.result(timeout=20)
+        waiting.result(timeout=LONG_S)
 
 
 def test_a_worker_that_was_given_up_ends(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

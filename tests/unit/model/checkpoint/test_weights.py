@@ -30,6 +30,7 @@ from mooncake.model.checkpoint.quant import (
 from mooncake.model.checkpoint.quant_format import parse_quantization
 from mooncake.model.checkpoint.tensor_cuts import tensor_shapes
 from mooncake.model.checkpoint.weights import Checkpoint
+from tests.support.waiting import LONG_S
 
 NORM = "model.norm.weight"
 EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
@@ -276,17 +277,17 @@ class TestRevision:
             def progress(done: int, whole: int) -> None:
                 hashed.append(threading.get_ident())
                 begun.set()
-                assert go_on.wait(30)
+                assert go_on.wait(LONG_S)
 
             return CheckpointFiles.open(copied).revision(tmp_path / "cache", progress)
 
         with ThreadPoolExecutor(3) as threads:
             found = [threads.submit(named)]
-            assert begun.wait(30)
+            assert begun.wait(LONG_S)
             found += [threads.submit(named) for _ in range(2)]
-            assert all(waiting.acquire(timeout=30) for _ in range(2)), "they hash, too"
+            assert all(waiting.acquire(timeout=LONG_S) for _ in range(2)), "they hash, too"
             go_on.set()
-            assert len({each.result(30) for each in found}) == 1
+            assert len({each.result(LONG_S) for each in found}) == 1
         assert len(set(hashed)) == 1
 
     @pytest.mark.parametrize("content", [b"", b"[1]", b"not json", b'{"\xff": "x"}', b"[" * 10**6])

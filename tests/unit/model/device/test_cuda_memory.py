@@ -25,6 +25,7 @@ from mooncake.transfer.regions import Gates, RegionTable
 from mooncake.transfer.topology import build_matrix
 from tests.support.transfer.fake_cuda import FakeCuda
 from tests.support.transfer.fake_nics import FakeFabric, FakeNic
+from tests.support.waiting import LONG_S
 
 OUT_OF_MEMORY, INVALID_CONTEXT = 2, 201
 
@@ -46,7 +47,7 @@ class FakeEvent:
         self.stream = stream
 
     def synchronize(self) -> None:
-        assert self.stream.ended.wait(60.0)
+        assert self.stream.ended.wait(LONG_S)
         if self.stream.broken:
             raise RuntimeError("illegal address")
 
@@ -219,10 +220,10 @@ def test_copies_end_when_their_stream_has_got_there(
     assert used == [out, back, out], "one stream each way"
     assert told.empty()
     back.ended.set()
-    assert told.get(timeout=60.0) is None
+    assert told.get(timeout=LONG_S) is None
     assert told.empty()
     out.ended.set()
-    assert [told.get(timeout=60.0) for _ in range(2)] == [None, None]
+    assert [told.get(timeout=LONG_S) for _ in range(2)] == [None, None]
 
 
 def test_what_fails_half_way_ends_when_what_it_began_has_ended(
@@ -236,7 +237,7 @@ def test_what_fails_half_way_ends_when_what_it_began_has_ended(
     device.run(True, fails, told.put)
     assert told.empty(), "a copy that it began may still write to the host"
     streams.made[0].ended.set()
-    assert told.get(timeout=60.0) == "cuda:0: out of memory"
+    assert told.get(timeout=LONG_S) == "cuda:0: out of memory"
 
 
 def test_a_gpu_that_fails_is_told_of_each_time(device: CudaDevice, streams: FakeStreams) -> None:
@@ -246,4 +247,4 @@ def test_a_gpu_that_fails_is_told_of_each_time(device: CudaDevice, streams: Fake
     out.ended.set()
     for _ in range(2):
         device.run(True, lambda: None, told.put)
-        assert told.get(timeout=60.0) == "illegal address"
+        assert told.get(timeout=LONG_S) == "illegal address"

@@ -18,6 +18,7 @@ from mooncake.model.device.pages import LEAST_ROW_BYTES, PageMemory, row_bytes
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.transfer.device import CopyDone, Ranges, read_now, write_now
 from tests.support.model.page_device import FarDevice, FarPages
+from tests.support.waiting import LONG_S
 
 NEEDS_GPU = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA GPU: torch sees none here"
@@ -92,7 +93,7 @@ class Gate:
         self.opened = threading.Event()
 
     def reached(self) -> None:
-        assert self.opened.wait(30.0)
+        assert self.opened.wait(LONG_S)
 
 
 class GatedDevice(FarDevice):
@@ -112,7 +113,7 @@ def test_writes_wait_for_a_step_begun_on_a_guess() -> None:
     memory.settle(lambda _error: settled.set())
     assert not settled.is_set()
     gate.opened.set()
-    assert settled.wait(30.0)
+    assert settled.wait(LONG_S)
 
 
 def test_pages_are_zero_before_peers_may_write_to_them(tmp_path: Path) -> None:
@@ -171,11 +172,11 @@ def test_on_a_gpu_ranges_are_those_of_the_cpu(ranges: Ranges) -> None:
     size = sum(length for _, length in ranges)
     ended: queue.Queue[str | None] = queue.Queue()
     there.copy_out(ranges, host[:size], ended.put)
-    assert ended.get(timeout=30.0) is None
+    assert ended.get(timeout=LONG_S) is None
     assert bytes(host[:size]) == bytes(read_now(plain, ranges))
     host[:size] = random.Random(3).randbytes(size)
     there.copy_in(ranges, host[:size], ended.put)
-    assert ended.get(timeout=30.0) is None
+    assert ended.get(timeout=LONG_S) is None
     write_now(plain, ranges, host[:size])
     assert torch.equal(there.kv.pages.cpu(), plain.kv.pages)
     there.unpin(host)

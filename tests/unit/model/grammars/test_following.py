@@ -31,6 +31,7 @@ from tests.support.api.grammars import (
     tiny_grammars,
     tiny_tokens,
 )
+from tests.support.waiting import LONG_S
 
 SCHEMA = {
     "type": "object",
@@ -322,7 +323,7 @@ class TestInTheSampler:
 
     def test_a_flood_of_grammars_is_prepared_in_part(self) -> None:
         grammars, go_on = tiny_grammars(), threading.Event()
-        grammars._early.submit(lambda: go_on.wait(60))
+        grammars._early.submit(lambda: go_on.wait(LONG_S))
         for number in range(2 * MAX_PREPARING):
             grammars.prepare(grammar_of(f'"{number}"'))
         go_on.set()

@@ -11,6 +11,7 @@ from mooncake.engine.plan import SequenceStart
 from mooncake.model.grammars.grammar_jobs import MAX_ABANDONED, GrammarJobs, TookTooLong
 from mooncake.model.layers.sampler import Sampler
 from tests.support.api.grammars import TOKENIZER, grammar_of, tiny_grammars
+from tests.support.waiting import LONG_S
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def test_outcomes_are_those_of_the_work() -> None:
 
 def test_a_job_past_its_limit_fails_alone(go_on: threading.Event) -> None:
     jobs = GrammarJobs(1, 0.2, "test")
-    late = jobs.submit(lambda: go_on.wait(60))
+    late = jobs.submit(lambda: go_on.wait(LONG_S))
     behind = jobs.submit(lambda: "done")
     assert jobs.wait(behind) == "done"
     with pytest.raises(TookTooLong, match=r"more than 0\.2 s"):
@@ -43,7 +44,7 @@ def test_jobs_are_refused_while_too_many_threads_hang(go_on: threading.Event) ->
     jobs = GrammarJobs(1, 0.05, "test")
     for _ in range(MAX_ABANDONED):
         with pytest.raises(TookTooLong):
-            jobs.wait(jobs.submit(lambda: go_on.wait(60)))
+            jobs.wait(jobs.submit(lambda: go_on.wait(LONG_S)))
     with pytest.raises(Unavailable, match="grammars of other requests"):
         jobs.wait(jobs.submit(lambda: None))
     go_on.set()
@@ -57,7 +58,7 @@ def test_a_request_that_finds_no_thread_left_may_go_to_another_worker() -> None:
     go_on = threading.Event()
     for _ in range(MAX_ABANDONED):
         with pytest.raises(TookTooLong):
-            grammars._jobs.wait(grammars._jobs.submit(lambda: go_on.wait(60)))
+            grammars._jobs.wait(grammars._jobs.submit(lambda: go_on.wait(LONG_S)))
     sampler = Sampler(TOKENIZER.vocab_size, grammars)
     sampler.start(
         SequenceStart(

@@ -23,6 +23,7 @@ from mooncake.model.parallel.joining import join, make_file
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
 from mooncake.model.parallel.torch_group import ONE_SHOT_BYTES, TorchGroup
 from tests.support.model.thread_group import ThreadGroup
+from tests.support.waiting import LONG_S
 
 Made = TypeVar("Made")
 
@@ -286,7 +287,7 @@ class StuckRanks:
 
     def abort(self) -> None:
         self.aborted.set()
-        assert self.opened.wait(60.0)
+        assert self.opened.wait(LONG_S)
 
 
 def test_a_gpu_that_does_not_give_up_its_exchanges_is_a_fault_of_the_process(
@@ -301,7 +302,7 @@ def test_a_gpu_that_does_not_give_up_its_exchanges_is_a_fault_of_the_process(
     assert isinstance(part, TorchGroup)
     part._ranks = stuck = StuckRanks()
     group.fail()
-    fault = faults.get(timeout=60.0)
+    fault = faults.get(timeout=LONG_S)
     assert stuck.aborted.is_set()
     assert isinstance(fault.thread, VitalThread)
     assert isinstance(fault.exc_value, GroupError)

@@ -81,6 +81,7 @@ from tests.support.model.tiny_models import (
     source_of,
     truth,
 )
+from tests.support.waiting import LONG_S
 
 NUM_PAGES = 32
 
@@ -121,7 +122,7 @@ class Gated(Sampler):
         self.opened.set()
 
     def start(self, start: SequenceStart) -> None:
-        assert self.opened.wait(30)
+        assert self.opened.wait(LONG_S)
         super().start(start)
 
 
@@ -223,7 +224,7 @@ class Instance:
         self.runner.close()
         self.lead.close()
         for thread in self.threads:
-            thread.join(30)
+            thread.join(LONG_S)
             assert not thread.is_alive()
 
 
@@ -768,7 +769,7 @@ def test_a_follower_that_falls_silent_ends_all() -> None:
         lead.wait_until_loaded()
         assert not lost.wait(0.5)
         send(theirs, encode_answer(Alive()))
-        assert lost.wait(30)
+        assert lost.wait(LONG_S)
         assert lead.lost == "rank 1 of this model gave no sign of life for 0.2 s"
     lead.close()
 

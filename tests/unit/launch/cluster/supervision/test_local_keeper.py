@@ -16,6 +16,7 @@ from mooncake.launch.cluster.supervision.supervisor import End, How
 from mooncake.launch.cluster.supervision.worker_handle import Begin
 from mooncake.launch.host import machine_facts
 from tests.support.serve.plain_settings import worker_settings
+from tests.support.waiting import LONG_S
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def attended() -> None:
     """Wait until no thread looks after the worker."""
     for thread in threading.enumerate():
         if thread.name == "keeper of decode-0":
-            thread.join(60.0)
+            thread.join(LONG_S)
 
 
 def test_a_process_that_is_not_wanted_any_more_is_not_started(

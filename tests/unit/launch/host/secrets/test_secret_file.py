@@ -10,9 +10,9 @@ import pytest
 from mooncake.base import ConfigError
 from mooncake.launch.host.secrets import secret_file
 from mooncake.launch.host.secrets.secret_file import SecretFollower
+from tests.support.waiting import LONG_S
 
 LOOK_S = 0.01
-WAIT_S = 30.0
 
 
 def test_what_the_file_says_next_is_used_once_and_nothing_is_not(tmp_path: Path) -> None:
@@ -22,9 +22,9 @@ def test_what_the_file_says_next_is_used_once_and_nothing_is_not(tmp_path: Path)
     file.write_text("")
     file.unlink()
     file.write_text("new\nold\n")
-    assert used.get(timeout=WAIT_S) == "new\nold"
+    assert used.get(timeout=LONG_S) == "new\nold"
     file.write_text("new\n")
-    assert used.get(timeout=WAIT_S) == "new"
+    assert used.get(timeout=LONG_S) == "new"
     follower.close()
     follower.close()
     assert used.empty()
@@ -37,8 +37,8 @@ def test_a_file_that_is_being_written_is_not_believed(
     monkeypatch.setattr(secret_file, "_read", lambda _: next(looks, "end"))
     used = queue.SimpleQueue[str]()
     follower = SecretFollower(tmp_path / "secret", used.put, LOOK_S)
-    assert used.get(timeout=WAIT_S) == "new"
-    assert used.get(timeout=WAIT_S) == "end"
+    assert used.get(timeout=LONG_S) == "new"
+    assert used.get(timeout=LONG_S) == "end"
     follower.close()
 
 
@@ -60,7 +60,7 @@ def test_a_secret_that_cannot_be_used_is_logged_and_the_next_is(
         assert used.empty()
     assert "the cluster secret stays as it was: it is wrong" in caplog.text
     file.write_text("right")
-    assert used.get(timeout=WAIT_S) == "right"
+    assert used.get(timeout=LONG_S) == "right"
     follower.close()
 
 

@@ -48,6 +48,7 @@ from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.local import InprocFabric
 from tests.support.serve.plain_settings import worker_settings
+from tests.support.waiting import LONG_S
 
 PIECE = 1000
 SIZES = (2 * PIECE + 7, 5 * PIECE, 3)
@@ -127,7 +128,7 @@ def test_threads_may_read_side_by_side_with_two_places(loan: Lent) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LONG_S)
     assert not any(thread.is_alive() for thread in threads)
     assert wrong == []
 
@@ -268,7 +269,7 @@ def lender_of(
 
 def asked(lender: WeightsLender, channel: Channel, wanted: str) -> WeightsLent:
     lender.ask(question(wanted))
-    assert channel.has_sent.acquire(timeout=60)
+    assert channel.has_sent.acquire(timeout=LONG_S)
     found = channel.sent[-1]
     assert isinstance(found, WeightsLent)
     return found
@@ -379,7 +380,7 @@ def test_a_lender_that_fails_says_so_and_lends_on(
     lender.ask(question(CheckpointFiles.open(checkpoint).revision()))
     channel = lender._channel
     assert isinstance(channel, Channel)
-    assert channel.has_sent.acquire(timeout=60)
+    assert channel.has_sent.acquire(timeout=LONG_S)
     assert channel.sent[-1].segment is not None
     lender.close()
 
@@ -602,7 +603,7 @@ def test_threads_that_read_as_a_loan_ends_read_on(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LONG_S)
     assert not any(thread.is_alive() for thread in threads)
     assert wrong == []
     assert len(loans.without) == 1
@@ -776,7 +777,7 @@ def test_no_worker_writes_to_what_is_lent(loan: Lent, grant: int) -> None:
     loan.borrower.submit(
         TransferBatch(op=Op.WRITE, peer=loan.lender.segment, ops=[operation], grant=grant)
     )
-    [done] = loan.borrower.wait(60)
+    [done] = loan.borrower.wait(LONG_S)
     assert "(weights) is only read" in str(done.error)
     assert loan.contents[0] == before
 
