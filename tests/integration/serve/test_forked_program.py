@@ -15,7 +15,7 @@ from tests.support.serve import forked_program
 from tests.support.serve.forked_program import ForkedProcess
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
 
-END_S = 120.0
+END_S = 240.0
 SMALL = (
     "--port", "0", "--dtype", "float32", "--kv-cache-memory-bytes", "32MiB",
     "--kvstore-dram-bytes", "32MiB",

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SMALL = ("--dtype", "float32", "--kv-cache-memory-bytes", "64MiB", "--max-model-len", "4096")
 ALIKE = "--no-self-profile"
 """Workers that measured their speed on a busy machine would not share the requests."""
-NUM_PROMPT, NUM_TOKENS, NUM_ASKING = 2100, 1000, 4
+NUM_PROMPT, NUM_TOKENS, NUM_ASKING = 2100, 500, 4
 NUM_QUEUING = 8
 """Prompts at once, so that some wait at each of two prefill workers."""
 BLOCK_TOKENS = 64
