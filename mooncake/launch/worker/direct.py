@@ -135,10 +135,12 @@ class DirectEngine:
         self._runner.check_integrity()
 
     def close(self) -> None:
-        self._runner.close()
-        if self._source is not None:
-            self._source.close()
-        self._source = None  # the model belongs to the source
+        try:
+            self._runner.close()
+        finally:
+            if self._source is not None:
+                self._source.close()
+            self._source = None  # the model belongs to the source
 
     def __enter__(self) -> DirectEngine:
         return self

@@ -82,13 +82,16 @@ def _gather(group: ExpertGroup, credential: Credential, file: int, deadline_s: f
             for other, its in list(found.items()):
                 if its is not sock and _gone(its):
                     del found[other]
+        made = opened.enter_context(contextlib.ExitStack())
         processes = {0: os.pidfd_open(os.getpid())}
+        made.callback(os.close, processes[0])
         for number, sock in found.items():
             processes[number] = os.pidfd_open(credentials_of(sock)[0])
+            made.callback(os.close, processes[number])
         ends: dict[int, dict[int, socket.socket]] = {number: {} for number in range(group.size)}
         for one in range(group.size):
             for other in range(one):
-                ends[one][other], ends[other][one] = socket.socketpair()
+                ends[one][other], ends[other][one] = map(made.enter_context, socket.socketpair())
         for number, sock in found.items():
             theirs = ends[number]
             links = [theirs[other].fileno() for other in sorted(theirs)]
@@ -96,6 +99,7 @@ def _gather(group: ExpertGroup, credential: Credential, file: int, deadline_s: f
             socket.send_fds(sock, [b"all"], [file, *links, *others])
             for link in theirs.values():
                 link.close()
+        made.pop_all()
         os.close(processes.pop(0))
         return Peers(0, group.workers, ends[0], processes, file, EXCHANGE_S)
 

@@ -66,7 +66,11 @@ class FarStages:
         host, port = self.hosts[stage]
         try:
             link = SealedLink.connect((host, port), self.credential, HOSTS_NAME)
-            link.send(msgspec.msgpack.encode(RankWanted(time.monotonic(), on_gpu)))
+            try:
+                link.send(msgspec.msgpack.encode(RankWanted(time.monotonic(), on_gpu)))
+            except BaseException:
+                link.close()
+                raise
         except (OSError, EOFError, MooncakeError) as error:
             raise ConfigError(
                 f"stage-hosts: {host}:{port} starts no rank ({error}); `mooncake ranks --bind-host "

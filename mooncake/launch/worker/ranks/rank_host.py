@@ -126,15 +126,16 @@ class RankHost:
         far = self._host, repr(time.monotonic() - wanted.sent_s)
         with self._one_gpu() if wanted.on_gpu else contextlib.nullcontext() as gpu:
             ours, theirs = socket.socketpair()
-            with theirs:
-                key = ModelOptions().weights_key
-                child = start_follower(theirs.fileno(), (), key, far, gpu)
-            _log.info("rank %d follows a lead at %s", child.pid, whence)
-            try:
-                link.relay(ours)
-            finally:
-                child.kill()
-                child.wait()
+            with ours:
+                with theirs:
+                    key = ModelOptions().weights_key
+                    child = start_follower(theirs.fileno(), (), key, far, gpu)
+                _log.info("rank %d follows a lead at %s", child.pid, whence)
+                try:
+                    link.relay(ours)
+                finally:
+                    child.kill()
+                    child.wait()
             _log.info("rank %d has ended", child.pid)
 
     @contextlib.contextmanager

@@ -4,6 +4,7 @@ ranks.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,14 +62,16 @@ def open_model(
     options = options or ModelOptions()
     keys = read_keys(options.weights_key)
     lent = None if borrowed is None else borrowed.files
-    if options.shape.num_ranks == 1:
-        return ModelSource(Path(path), dtype, options, keys, peers=peers, lent=lent)
-    from mooncake.launch.worker.ranks.rank_processes import start_ranks
+    lead = None
+    with contextlib.ExitStack() as opened:
+        if peers is not None:
+            opened.callback(peers.close)
+        if options.shape.num_ranks > 1:
+            from mooncake.launch.worker.ranks.rank_processes import start_ranks
 
-    loan = None if borrowed is None else borrowed.loan
-    lead = start_ranks(path, dtype, options, peers, far, loan)
-    try:
-        return ModelSource(Path(path), dtype, options, keys, lead, peers, lent)
-    except BaseException:
-        lead.close()
-        raise
+            loan = None if borrowed is None else borrowed.loan
+            lead = start_ranks(path, dtype, options, peers, far, loan)
+            opened.callback(lead.close)
+        source = ModelSource(Path(path), dtype, options, keys, lead, peers, lent)
+        opened.pop_all()
+    return source
