@@ -352,9 +352,13 @@ def placed(folder: Path, model: Path) -> Iterator[tuple[Clients, Faults]]:
 
         def power() -> Fault:
             head, url = asked()
-            watched.await_work(url, "decode", head.name)
             number = cluster.num_watched()
-            return Fault(url, head.vanish, lambda: cluster.num_watched() > number)
+
+            def begin() -> None:
+                watched.await_work(url, "decode", head.name)
+                head.vanish()
+
+            return Fault(url, begin, lambda: cluster.num_watched() > number)
 
         yield (
             watched.clients,
