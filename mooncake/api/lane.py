@@ -161,8 +161,8 @@ class Lane:
 
 
 class Look(Generic[Result]):
-    """Asks for something in a thread, once at a time: all who ask meanwhile share the answer. So
-    many who ask cost as much as one. Used in the event loop.
+    """Asks for something in a thread, once at a time. All callers that ask meanwhile share the
+    answer, so many of them cost as much as one. Used in the event loop.
     """
 
     def __init__(self, ask: Callable[[], Result]) -> None:

@@ -682,7 +682,7 @@ class ChainHead(msgspec.Struct, frozen=True, array_like=True):
     num_counted: int = 0
     """This request has already counted this many leading blocks as used."""
     num_kept: int = 0
-    """The request wants so many leading blocks kept, of these and of those that the message names.
+    """How many leading blocks the request wants kept, of these and those that the message names.
     """
     keep_s: float = 0.0
     """How many seconds these blocks are kept, from now on."""

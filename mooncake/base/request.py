@@ -159,7 +159,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """The request fails with 408 when it has not finished this many seconds after it was accepted.
     """
     num_kept_tokens: int = 0
-    """The pool keeps the KV of so many leading tokens of the prompt, as far as the tenant may."""
+    """Leading tokens of the prompt whose KV the pool keeps, as far as the tenant may."""
     keep_s: float = 0.0
     """How many seconds it is kept after the request."""
     keeps_answer: bool = False

@@ -26,13 +26,12 @@ from mooncake.engine.prompt_time import (
 )
 
 MOST_WORK = 1024
-"""So many sequences are looked at for a prediction, over all steps, of which each counts as
-`STEP_WORK` more; it takes a few milliseconds then. What is left is predicted as if there were no
-streams.
+"""The most sequences at which one prediction looks, over all steps, of which each counts as
+`STEP_WORK` more: a few milliseconds. The rest is predicted as if there were no streams.
 """
 STEP_WORK = 4
 SAME_STEPS = 8
-"""After each so many steps without prompts one more at a time is taken to be equal."""
+"""Steps without prompts are predicted in groups of equal ones, which grow by one after so many."""
 
 
 @dataclass(slots=True)

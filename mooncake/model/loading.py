@@ -119,7 +119,7 @@ class _Routed:
     """How ranks hold the routed experts of a layer.
 
     sharing: the ranks that each have some of them whole; None: each rank has columns of all.
-    num_slots: for so many experts they have room together. held: those in this rank's slots.
+    num_slots: for how many experts they have room together. held: those in this rank's slots.
     """
 
     sharing: ExpertRanks | None

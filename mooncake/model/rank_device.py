@@ -62,7 +62,9 @@ class RankDevice:
         self.expert_backends = None
         if apart:
             if options.deterministic:
-                raise ConfigError("expert-device=cpu: deterministic needs all on the GPU")
+                raise ConfigError(
+                    "expert-device=cpu: deterministic needs all on the GPU; leave one of them out"
+                )
             cpu = torch.device("cpu")
             self.expert_backends = settle("reference", options.moe_backend, cpu, dtype=dtype)
 

@@ -23,7 +23,7 @@ from mooncake.train.parts import Linear, Norm, gathered, spread
 _LONG = 2048
 """A CPU keeps the probabilities of sequences that are not longer."""
 _QUERIES = 128
-"""So many queries are compared at once with all keys up to the last of them, on a CPU."""
+"""How many queries are compared at once with all keys up to the last of them, on a CPU."""
 _MAX_SCORES = 2**22
 _MAX_SCORES_OF_GPU = 2**27
 """How many attention scores are compared at once to find the largest."""

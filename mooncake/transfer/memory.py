@@ -21,7 +21,7 @@ from mooncake.base.memory import format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 RESIDENT_BYTES = 2**30
-"""Memory is made resident in steps of so many bytes; less of it is pinned soon enough."""
+"""Bytes of a step in which memory is made resident; less memory is pinned soon enough."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14 and newer, which the mmap module does not name."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

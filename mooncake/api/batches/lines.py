@@ -20,7 +20,7 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
 """Routes that a batch may ask."""
 MAX_CUSTOM_ID_CHARS = 512
 MAX_ERRORS = 100
-"""Mistakes in the lines of an input file that are told. After so many, it is read no further."""
+"""How many mistakes of an input file are reported. After these it is read no further."""
 CANCELLED = "batch_cancelled"
 EXPIRED = "batch_expired"
 TOO_LARGE = "output_too_large"

@@ -30,7 +30,7 @@ _TOKENIZED = (
 MAX_SEED = 1 << 63
 """Engines take seeds below it."""
 MAX_COUNT = 1 << 31
-"""Larger numbers of tokens, or of answers, count as so many: budgets and metrics are floats."""
+"""The most tokens, or answers, that a request counts: budgets and metrics are floats."""
 OPERATORS_FIELDS = ("kv_transfer_params", "priority")
 """Fields by which a client tells engines where to read KV, or goes ahead of all others."""
 

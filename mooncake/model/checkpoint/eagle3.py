@@ -42,7 +42,7 @@ WINDOW = 512
 all heads has half the KV of its model, one with MLA a sixtieth.
 """
 AT_ONCE = 8
-"""A captured step copies so many windows at a time, to bound their memory."""
+"""How many windows a captured step copies at a time, which bounds their memory."""
 
 _FLOATS = ("BF16", "F16", "F32")
 _FALSE = ("attention_bias", "mlp_bias", "bias")

@@ -139,8 +139,8 @@ class ModelDrafts:
         self._layer.compute(last, self._layer.states(read))
 
     def leave_most(self, slots: Sequence[StepSlot], like: torch.Tensor) -> None:
-        """Have as many rows of the sequences of these slots left as there can be, of any states:
-        so many that the next token makes them due.
+        """Give the sequences of these slots as many rows as can be left, of any states, so that the
+        next token makes them due.
         """
         most = self._layer.block_tokens or _MOST_LEFT
         for slot in slots:

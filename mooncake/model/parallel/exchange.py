@@ -186,7 +186,7 @@ class ExpertRanks:
     """The ranks that hold the routed experts together, seen from one of them.
 
     all: every one of them. exchange: the exchange with ranks of other instances; None: one instance
-    has all experts. num_without: so many of the ranks, the first ones, use the experts but hold
+    has all experts. num_without: how many of the ranks, the first ones, use the experts but hold
     none; the others hold the experts and nothing else. 0: each rank holds some, beside its part of
     the rest.
     """

@@ -73,7 +73,7 @@ class _Update:
 
 
 class ModeControl:
-    """Brings all workers into the wanted mode, and tells who waits for it."""
+    """Brings all workers into the wanted mode, and tells those who wait for it."""
 
     def __init__(
         self,

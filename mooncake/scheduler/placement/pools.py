@@ -41,7 +41,7 @@ HOT_BLOCKS = 128
 HALF_LIFE_S = 60.0
 MAX_WATCHED = 1 << 16
 MAX_COMPARED = 1 << 14
-"""The busiest blocks are found among so many that were used last, in about ten milliseconds."""
+"""How many blocks, those used last, are searched for the busiest ones: about ten milliseconds."""
 MAX_CHAINS = 64
 """The most chains of busy blocks that one message names."""
 MAX_OTHERS = 2

@@ -18,8 +18,8 @@ from mooncake.scheduler.placement.views import InstanceView
 from mooncake.scheduler.placement.worker_choice import PrefillOption
 
 FEW = 16
-"""The steps of a worker with at most so many sequences are always simulated: this takes little
-time, and tells how far the present step is.
+"""The most sequences of a worker whose steps are always simulated: this takes little time, and
+tells how far the present step is.
 """
 MANY = 256
 """The steps of a worker with more sequences are never simulated: each placement would look at all

@@ -92,7 +92,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Workers that are used only when there is no other."""
     tbt_slo_s: float | None
     max_whole_tokens: int
-    """With so many new tokens at most it may run on its decode worker alone."""
+    """The most new tokens with which it may run on its decode worker alone."""
 
     @property
     def max_cached_blocks(self) -> int:

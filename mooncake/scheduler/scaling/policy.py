@@ -127,7 +127,7 @@ CHECK_S = 10.0
 LEVEL_S = 60.0
 """The demand of so long counts as the present one."""
 TREND_S = 150.0
-"""Growth is seen by comparing the last so many seconds with as many before them."""
+"""The last seconds that are compared with as many before them, to see growth."""
 SURE = 2.0
 """Growth counts when it exceeds this many standard deviations of a random number of arrivals."""
 MOST_GROWTH = 2.0
@@ -366,8 +366,8 @@ def least_servers(busy: float, mean_s: float, left_s: float, wait_s: float) -> i
     `wait_s`.
 
     busy: seconds of work that come in a second. mean_s: those of one job. left_s: what is left of
-    the job that a server is at, on average. The chance to wait is Erlang's C formula; who waits
-    does so for an exponential time, as with exponential jobs but scaled to `left_s`.
+    the job that a server is at, on average. The chance to wait is Erlang's C formula; a job that
+    waits does so for an exponential time, as with exponential jobs but scaled to `left_s`.
     """
     if busy <= 0:
         return 0

@@ -93,7 +93,7 @@ class PeerHealth:
 
 
 _MANY_PEERS = 1024
-"""With so many peers, those that have nothing to do are forgotten before a new one is made."""
+"""From this many peers on, those that have nothing to do are forgotten before a new one is made."""
 
 PeerT = TypeVar("PeerT")
 

@@ -114,8 +114,8 @@ class StagingLimits:
     max_windows_asked: int = 64
     """The connection of a client that asks for more windows at a time is closed."""
     compares: bool = True
-    """Compare what passes through windows where connections carry MACs. False: who reads compares
-    it with sums of its own.
+    """Whether what passes through windows is compared, if connections carry MACs. False: readers
+    compare it with sums of their own.
     """
     num_sessions: int = 4096
     connect_s: float = 5.0

@@ -87,8 +87,8 @@ def held(worker_ids: Iterable[str]) -> dict[str, str]:
 
 def leave(worker_ids: Iterable[str], limit_s: float, hurries: Callable[[], bool]) -> None:
     """Have those of these workers that run on this machine leave the cluster once others do their
-    work, which takes `limit_s` at most, and return when they have ended. Who has not `END_S` later
-    is killed, as are all when `hurries` returns true.
+    work, which takes `limit_s` at most, and return when they have ended. A worker that has
+    not ended `END_S` later is killed. All are killed when `hurries` returns true.
     """
     waiting = {}
     for worker_id in worker_ids:

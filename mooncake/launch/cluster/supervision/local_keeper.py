@@ -75,7 +75,7 @@ class LocalKeepers:
         """Return the keeper of a worker.
 
         Raises:
-            MooncakeError: there are not enough GPUs; who waits asks again.
+            MooncakeError: there are not enough GPUs; a caller that waits asks again.
         """
         del waits
         shares: dict[str, int] = {}

@@ -220,8 +220,8 @@ class WorkerProgram:
 
 
 def _write_nowhere() -> None:
-    """Let go of a terminal or pipe of the supervisor that is gone: who reads it would wait for this
-    process. Files are written on.
+    """Close a terminal or pipe of the supervisor that is gone, because its reader would wait for
+    this process. Files stay open.
     """
     with Path(os.devnull).open("wb") as nothing:
         for number in (1, 2):

@@ -2,7 +2,7 @@
 
 The digests of the lender's files must make the revision that is wanted. If a loan ends while it is
 read, the same bytes are read on from another engine, and where none lends them from the files of
-this machine. Whoever reads notices nothing of that.
+this machine. The reader notices nothing of that.
 """
 
 from __future__ import annotations

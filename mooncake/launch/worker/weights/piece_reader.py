@@ -1,7 +1,7 @@
 """Reads files that another process lends, in checked pieces.
 
 A file is read in the pieces by which it was hashed, into a few places in memory, some pieces ahead
-of who reads. A piece is given away only if its checksum is the one that was made when the lender's
+of the reader. A piece is given away only if its checksum is the one that was made when the lender's
 file was hashed. Owns these places until `close`.
 """
 
