@@ -50,7 +50,7 @@ def test_a_gateway_that_is_killed_in_a_batch_loses_no_line(tmp_path: Path) -> No
             batch = await start(client, lines, COMPLETIONS)
             async with asyncio.timeout(240):
                 while batch.request_counts is None or batch.request_counts.completed < 3:
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(0.1)
                     batch = await client.batches.retrieve(batch.id)
             return batch
 

@@ -39,11 +39,15 @@ async def start(client: AsyncOpenAI, lines: Iterable[Any], url: str = CHAT, **mo
 
 
 async def until(client: AsyncOpenAI, batch: Batch, *statuses: str, wait_s: float = WAIT_S) -> Batch:
-    """Wait until a batch has one of these statuses (without any: until it has ended)."""
+    """Wait until a batch has one of these statuses (without any: until it has ended). A question
+    takes both sides some milliseconds of computing, so a long wait asks less and less often.
+    """
+    pause_s = 0.01
     async with asyncio.timeout(wait_s):
         while batch.status not in (statuses or ENDED):
             assert batch.status not in ENDED, batch
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.25)
             batch = await client.batches.retrieve(batch.id)
     return batch
 

@@ -23,6 +23,8 @@ from tests.support.waiting import LONG_S
 START_S = 240.0
 STOP_S = 240.0
 POLL_S = 0.05
+ASK_S = 0.2
+"""Between two questions to a server, which take it some milliseconds of computing each."""
 
 
 class ServerProcess:
@@ -114,7 +116,7 @@ class ServerProcess:
             pids = self.worker_pids()
             if set(pids) == ids and not set(pids.values()) & set(without):
                 return pids
-            time.sleep(POLL_S)
+            time.sleep(ASK_S)
         raise AssertionError(f"workers are {pids}, not {ids}; output:\n{self.output}")
 
     def stop(self, number: int = signal.SIGINT) -> tuple[int, list[int]]:
