@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mooncake.base import pack_tokens
-from mooncake.base.engine_events import EngineEvent, RemovedBlocks, StoredBlocks
+from mooncake.base.block_events.engine_events import EngineEvent, RemovedBlocks, StoredBlocks
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.engines.fleet import Fleet
 from mooncake.scheduler.engines.prefixes import Prompt

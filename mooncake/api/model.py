@@ -11,7 +11,7 @@ import msgspec
 from mooncake.api.text.chat_template import ChatTemplate, load_chat_template
 from mooncake.api.text.tokenizer import Tokenizer, load_tokenizer
 from mooncake.base import CheckpointError, ConfigError, ModelSpec
-from mooncake.base.vocabulary import read_json
+from mooncake.base.models.vocabulary import read_json
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):

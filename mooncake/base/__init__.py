@@ -81,13 +81,13 @@ from mooncake.base.messages import (
     WorkerLoad,
     WorkerRef,
 )
-from mooncake.base.model_spec import (
+from mooncake.base.models.model_spec import (
     SUPPORTED_MODEL_TYPES,
     ModelSpec,
     YarnScaling,
     yarn_mscale,
 )
-from mooncake.base.parallel import (
+from mooncake.base.models.parallel import (
     Shape,
 )
 from mooncake.base.pool_messages import AnyMessage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from mooncake.base.kv_layout import PageArray
-from mooncake.base.parallel import Shape, stage_layers
+from mooncake.base.models.parallel import Shape, stage_layers
 from mooncake.crypto.keys import KeySource
 from mooncake.engine.expert_placement import EplbConfig
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import zmq
 
 from mooncake.base import ConfigError, ProtocolError
-from mooncake.base.engine_events import EngineEvent, read_engine_events
+from mooncake.base.block_events.engine_events import EngineEvent, read_engine_events
 from mooncake.base.mailbox import Mailbox
 from mooncake.base.threads import VitalThread
 from mooncake.rpc.kv_events import END

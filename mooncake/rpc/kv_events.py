@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from mooncake.base import ConfigError
-from mooncake.base.kv_events import KvEvent, KvEventsConfig
+from mooncake.base.block_events.kv_events import KvEvent, KvEventsConfig
 from mooncake.base.mailbox import Mailbox
 from mooncake.base.threads import VitalThread
 

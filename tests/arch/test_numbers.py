@@ -11,7 +11,7 @@ import pytest
 from mooncake.api.config import ApiConfig
 from mooncake.api.constrained import checker, schema_graph
 from mooncake.api.http import access, repeats, server
-from mooncake.base.kv_events import KvEventsConfig
+from mooncake.base.block_events.kv_events import KvEventsConfig
 from mooncake.base.request import Priority
 from mooncake.cli import chat
 from mooncake.engine import chunks, step_shares

@@ -26,7 +26,7 @@ import msgspec
 import pytest
 
 from mooncake.base import FinalEvent, FinishReason, KvLayout, PageArray, Role
-from mooncake.base.kv_events import KvEventsConfig
+from mooncake.base.block_events.kv_events import KvEventsConfig
 from mooncake.base.threads import VitalThread
 from mooncake.engine.plan import StepPlan
 from mooncake.kvstore.config import SsdConfig

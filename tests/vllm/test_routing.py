@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.support.servers import VLLM_ENV
 from benchmarks.support.vllm_environment import why_no_connector
-from mooncake.base.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from mooncake.base.block_events.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.support.kvstore.pool_process import until
 from tests.support.serve.server import Server, serving
 from tests.vllm.servers import BLOCK_TOKENS, Vllm, prompt, vllm_servers

@@ -19,7 +19,7 @@ import jinja2.sandbox
 
 from mooncake.api.text.tokenizer import Tokenizer
 from mooncake.base import CheckpointError, InvalidRequest
-from mooncake.base.vocabulary import read_json
+from mooncake.base.models.vocabulary import read_json
 
 KIMI_K2_TEMPLATE = """\
 {%- macro body(message) -%}

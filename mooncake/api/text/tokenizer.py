@@ -19,7 +19,7 @@ import tiktoken
 import tokenizers
 
 from mooncake.base import CheckpointError
-from mooncake.base.vocabulary import (
+from mooncake.base.models.vocabulary import (
     KIMI_K2_PATTERN,
     Vocabulary,
     added_tokens,

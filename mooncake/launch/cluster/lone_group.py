@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from mooncake.base import ConfigError, InternalError, MooncakeError
-from mooncake.base.parallel import DP_FLAG
+from mooncake.base.models.parallel import DP_FLAG
 from mooncake.launch.cluster.facts import without_secret
 from mooncake.launch.cluster.report import READY, Show
 from mooncake.launch.cluster.supervision.worker_handle import (

@@ -24,7 +24,7 @@ from mooncake.base import (
     Shape,
     format_bytes,
 )
-from mooncake.base.parallel import (
+from mooncake.base.models.parallel import (
     DCP_FLAG,
     DP_FLAG,
     EP_FLAG,

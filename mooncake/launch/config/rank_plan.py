@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from mooncake.base import ConfigError, KvLayout, ModelSpec, Shape, format_bytes
-from mooncake.base.parallel import (
+from mooncake.base.models.parallel import (
     DP_FLAG,
     EXPERTS_FLAG,
     PP_FLAG,

@@ -11,7 +11,7 @@ from typing import Any
 
 from mooncake.api.config import ApiConfig
 from mooncake.base import Role
-from mooncake.base.kv_events import KvEventsConfig
+from mooncake.base.block_events.kv_events import KvEventsConfig
 from mooncake.base.tls_files import TlsFiles
 from mooncake.engine.config import EngineConfig, SpeculativeConfig
 from mooncake.engine.expert_placement import EplbConfig

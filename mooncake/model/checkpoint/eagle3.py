@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from mooncake.base import CheckpointError, ModelSpec
-from mooncake.base.model_spec import (
+from mooncake.base.models.model_spec import (
     Count,
     Factor,
     Size,

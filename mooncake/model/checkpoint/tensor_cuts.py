@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 
 from mooncake.base import ConfigError, ModelSpec
-from mooncake.base.parallel import DCP_FLAG, EP_FLAG, TP_FLAG, Shape, divisors
+from mooncake.base.models.parallel import DCP_FLAG, EP_FLAG, TP_FLAG, Shape, divisors
 from mooncake.model.checkpoint.quant_format import Fp8Block, QuantFormat, is_quantized
 
 Shapes = dict[str, tuple[int, ...]]

@@ -15,7 +15,7 @@ import tiktoken
 import tokenizers
 import torch
 
-from mooncake.base.vocabulary import KIMI_K2_PATTERN, load_vocabulary, read_json, read_ranks
+from mooncake.base.models.vocabulary import KIMI_K2_PATTERN, load_vocabulary, read_json, read_ranks
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from mooncake.base.parallel import divisors
+from mooncake.base.models.parallel import divisors
 from mooncake.model.parallel.group import Group, GroupError, Solo, Traffic, ordered_sum
 
 LINE_BYTES = 64

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from mooncake.base import Shape
-from mooncake.base.parallel import stage_layers
+from mooncake.base.models.parallel import stage_layers
 from mooncake.model.copies import Copies, HostCopies
 from mooncake.model.parallel.group import Group
 

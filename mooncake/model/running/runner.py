@@ -17,7 +17,7 @@ import torch
 
 from mooncake.base import Grammar, InternalError, TokenLogprobs
 from mooncake.base.mailbox import Mailbox
-from mooncake.base.parallel import stage_layers
+from mooncake.base.models.parallel import stage_layers
 from mooncake.base.threads import VitalThread
 from mooncake.engine.plan import (
     BY_MODEL,

@@ -12,7 +12,7 @@ from typing import NoReturn
 import msgspec
 
 from mooncake.base import ModelNotFound, Overloaded, Unavailable
-from mooncake.base.engine_events import EngineEvent
+from mooncake.base.block_events.engine_events import EngineEvent
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.engines.first_tokens import FirstTokens
 from mooncake.scheduler.engines.prefixes import Prompt, PublishedBlocks, SentPrefixes

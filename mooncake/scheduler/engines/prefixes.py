@@ -10,15 +10,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Container, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-from mooncake.base.blocks import BlockKey, chain_root, extend_chain, unpack_tokens
-from mooncake.base.bounded_map import BoundedMap
-from mooncake.base.engine_events import (
+from mooncake.base.block_events.engine_events import (
     BlockName,
     ClearedBlocks,
     EngineEvent,
     RemovedBlocks,
     StoredBlocks,
 )
+from mooncake.base.blocks import BlockKey, chain_root, extend_chain, unpack_tokens
+from mooncake.base.bounded_map import BoundedMap
 
 PIECE_BYTES = 256
 """Bytes of a piece: about 64 tokens of a text, or 64 tokens of a prompt that is given as tokens."""

@@ -24,7 +24,7 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
-from mooncake.base.kv_events import AllBlocksCleared, KvEvent
+from mooncake.base.block_events.kv_events import AllBlocksCleared, KvEvent
 from mooncake.base.messages import (
     AskCluster,
     Asleep,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from mooncake.base import BlockEvents, BlockKey, Tier, unpack_tokens
-from mooncake.base.kv_events import BlockRemoved, BlockStored, KvEvent
+from mooncake.base.block_events.kv_events import BlockRemoved, BlockStored, KvEvent
 from mooncake.kvstore.index.prefix_index import Replica
 
 MAX_BLOCKS = 262_144

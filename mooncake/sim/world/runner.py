@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from mooncake.base.parallel import stage_layers
+from mooncake.base.models.parallel import stage_layers
 from mooncake.base.request import Grammar, SamplingParams
 from mooncake.engine.plan import LayerDone, StepPlan, StepResult
 from mooncake.sim.world.clock import EventHeap

@@ -18,7 +18,7 @@ from mooncake.api.engines.asked import tenant_salt
 from mooncake.api.engines.proxy import EngineProxy
 from mooncake.api.http.server import serve
 from mooncake.base import Clock, FinishReason, MonotonicClock, SystemIds
-from mooncake.base.engine_events import StoredBlocks
+from mooncake.base.block_events.engine_events import StoredBlocks
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.engines.fleet import Fleet
 from mooncake.telemetry.events import (

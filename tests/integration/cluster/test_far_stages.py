@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from mooncake.base import InternalError, SamplingParams, block_keys
-from mooncake.base.parallel import PP_FLAG
+from mooncake.base.models.parallel import PP_FLAG
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.launch.worker.direct import DirectEngine

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mooncake.base import Shape, block_keys
-from mooncake.base.parallel import DCP_FLAG, PP_FLAG, TP_FLAG
+from mooncake.base.models.parallel import DCP_FLAG, PP_FLAG, TP_FLAG
 from mooncake.launch.config.plan import ServePlan
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.scheduler.config import SchedulerConfig

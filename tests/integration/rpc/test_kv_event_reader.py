@@ -11,8 +11,13 @@ import pytest
 import zmq
 
 from mooncake.base import ConfigError
-from mooncake.base.engine_events import ClearedBlocks, RemovedBlocks, StoredBlocks
-from mooncake.base.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventsConfig
+from mooncake.base.block_events.engine_events import ClearedBlocks, RemovedBlocks, StoredBlocks
+from mooncake.base.block_events.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KvEventsConfig,
+)
 from mooncake.rpc.kv_event_reader import EventNews, EventSource, KvEventReader, _received
 from mooncake.rpc.kv_events import END, KvEventPublisher
 from tests.support.waiting import LONG_S

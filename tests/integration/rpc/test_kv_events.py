@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from mooncake.base import ConfigError
-from mooncake.base.kv_events import BlockRemoved, BlockStored, KvEventsConfig
+from mooncake.base.block_events.kv_events import BlockRemoved, BlockStored, KvEventsConfig
 from mooncake.rpc.kv_events import END, KvEventPublisher
 
 STORED = BlockStored(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.base.kv_events import BlockStored, KvEventsConfig
+from mooncake.base.block_events.kv_events import BlockStored, KvEventsConfig
 from mooncake.cli.main import run
 from mooncake.rpc.kv_events import KvEventPublisher
 from tests.support.api.scripted_engine import ScriptedEngine

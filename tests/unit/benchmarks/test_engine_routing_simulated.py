@@ -13,7 +13,7 @@ from benchmarks.engine_routing_simulated import (
     play,
     words_of,
 )
-from mooncake.base.engine_events import EngineEvent, RemovedBlocks, StoredBlocks
+from mooncake.base.block_events.engine_events import EngineEvent, RemovedBlocks, StoredBlocks
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, TraceLine
 
 

@@ -9,7 +9,7 @@ import torch
 
 from mooncake.base import ConfigError, KvLayout, PageArray, Shape
 from mooncake.base.kv_layout import Home
-from mooncake.base.parallel import stage_layers
+from mooncake.base.models.parallel import stage_layers
 from mooncake.model import rank_device
 from mooncake.model.backends import Backends
 from mooncake.model.device import cuda

@@ -27,8 +27,8 @@ from mooncake.base import (
     Unavailable,
     WorkerRef,
 )
+from mooncake.base.block_events.kv_events import KvEventsConfig
 from mooncake.base.cluster_mode import Weights
-from mooncake.base.kv_events import KvEventsConfig
 from mooncake.launch.cluster.facts import GATEWAY_ID, encode_facts, read_facts, with_weights
 from mooncake.launch.config.key_file import KeyFile, follow, read_keys
 from mooncake.launch.config.options import values_of

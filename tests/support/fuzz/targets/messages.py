@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from mooncake.base.engine_events import read_engine_events
+from mooncake.base.block_events.engine_events import read_engine_events
 from mooncake.base.errors import ConfigError, Forbidden, MooncakeError, ProtocolError
 from mooncake.base.ids import SeededIds
 from mooncake.base.pool_messages import AnyMessage
@@ -61,7 +61,7 @@ class EngineEvents(Target):
     """Block events of another engine, and what is remembered of them."""
 
     name = "engine-events"
-    modules = ("mooncake.base.engine_events", "mooncake.scheduler.engines.prefixes")
+    modules = ("mooncake.base.block_events.engine_events", "mooncake.scheduler.engines.prefixes")
     shape = Shape.MSGPACK
     allowed = (ProtocolError,)
     tokens = (b"BlockStored", b"BlockRemoved", b"AllBlocksCleared", b"extra_keys")

@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from mooncake.base.errors import CheckpointError, ConfigError, MooncakeError
-from mooncake.base.model_spec import ModelSpec
+from mooncake.base.models.model_spec import ModelSpec
 from mooncake.crypto.aead import TAG_BYTES
 from mooncake.crypto.keys import Key, KeyRing
 from mooncake.kvstore.storage.block_record import (
@@ -233,7 +233,7 @@ class ModelConfig(Target):
     """The `config.json` of a checkpoint."""
 
     name = "model-config"
-    modules = ("mooncake.base.model_spec",)
+    modules = ("mooncake.base.models.model_spec",)
     shape = Shape.JSON
     allowed = (MooncakeError,)
     tokens = (b"1e999", b"-1", b"null", b'"yarn"', b'"rope_scaling"', b"9" * 100, b"0.0", b"NaN")

@@ -21,7 +21,7 @@ from mooncake.api.text.tokenizer import (
     load_tokenizer,
 )
 from mooncake.base import CheckpointError
-from mooncake.base.vocabulary import NUM_RESERVED_IDS, read_ranks
+from mooncake.base.models.vocabulary import NUM_RESERVED_IDS, read_ranks
 from tests.support.api.server import MERGES, SPECIAL_NAMES, tiny_tokenizer
 
 BASE = 256 + len(MERGES)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mooncake.base import ConfigError, InternalError, MooncakeError
-from mooncake.base.parallel import Shape
+from mooncake.base.models.parallel import Shape
 from mooncake.launch.cluster import lone_group
 from mooncake.launch.cluster.lone_group import _SIGNAL, _watch
 from mooncake.launch.cluster.supervision.worker_handle import Told

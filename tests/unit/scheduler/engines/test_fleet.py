@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.engine_routing_simulated import SimulatedEngine
 from mooncake.base import ModelNotFound, Overloaded, Unavailable, pack_tokens
-from mooncake.base.engine_events import RemovedBlocks, StoredBlocks
+from mooncake.base.block_events.engine_events import RemovedBlocks, StoredBlocks
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.engines.fleet import Fleet
 from mooncake.scheduler.engines.prefixes import Prompt

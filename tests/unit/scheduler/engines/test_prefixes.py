@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake.base import pack_tokens
-from mooncake.base.engine_events import ClearedBlocks, RemovedBlocks, StoredBlocks
+from mooncake.base.block_events.engine_events import ClearedBlocks, RemovedBlocks, StoredBlocks
 from mooncake.scheduler.engines import prefixes
 from mooncake.scheduler.engines.prefixes import (
     COPIES,

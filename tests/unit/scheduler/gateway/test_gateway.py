@@ -17,7 +17,7 @@ from mooncake.base import (
     WorkerLoad,
     WorkerRef,
 )
-from mooncake.base.kv_events import AllBlocksCleared, KvEvent
+from mooncake.base.block_events.kv_events import AllBlocksCleared, KvEvent
 from mooncake.base.messages import OWN_RELEASE, AskCluster, ClusterTold, GatewayNews, Release
 from mooncake.base.messages import Refused as RefusedMessage
 from mooncake.base.request import CacheHits, CacheMisses, CacheUse, FinishInfo

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from mooncake.base import BlockEvents, Tier, WorkerRef, pack_tokens, unpack_tokens
-from mooncake.base.kv_events import BlockRemoved, BlockStored, KvEvent
+from mooncake.base.block_events.kv_events import BlockRemoved, BlockStored, KvEvent
 from mooncake.kvstore.index.prefix_index import Replica
 from mooncake.scheduler.placement import block_feed
 from mooncake.scheduler.placement.block_feed import BlockFeed

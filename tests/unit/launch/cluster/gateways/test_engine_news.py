@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 from typing import Any
 
-from mooncake.base.engine_events import EngineEvent, StoredBlocks
+from mooncake.base.block_events.engine_events import EngineEvent, StoredBlocks
 from mooncake.base.mailbox import Mailbox
 from mooncake.launch.cluster.gateways.engine_gateway import TAKEN_AT_ONCE, taking
 from mooncake.rpc.kv_event_reader import EventNews, EventSource

@@ -19,7 +19,7 @@ from ray.exceptions import (
 )
 
 from mooncake.base import MooncakeError, Role
-from mooncake.base.parallel import Shape
+from mooncake.base.models.parallel import Shape
 from mooncake.launch.cluster.ray_machines import ray_cluster
 from mooncake.launch.cluster.ray_machines.ray_cluster import Held, RayKeeper, RayKeepers
 from mooncake.launch.cluster.supervision.supervisor import End, How, Supervisor

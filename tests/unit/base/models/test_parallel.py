@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mooncake.base import ConfigError, Shape
-from mooncake.base.parallel import divisors, stage_layers
+from mooncake.base.models.parallel import divisors, stage_layers
 
 
 @pytest.mark.parametrize(

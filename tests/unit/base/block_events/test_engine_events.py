@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from mooncake.base import ProtocolError
-from mooncake.base.engine_events import (
+from mooncake.base.block_events.engine_events import (
     ClearedBlocks,
     RemovedBlocks,
     StoredBlocks,

@@ -1,0 +1,1 @@
+"""Block events in vLLM's form: ours for routers outside, and those of other engines."""

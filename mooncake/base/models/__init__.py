@@ -1,0 +1,1 @@
+"""A model as everyone knows it: its sizes, the meaning of its tokens, how ranks share it."""
