@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anthropic
@@ -16,6 +17,8 @@ import httpx
 import openai
 import pytest
 
+from mooncake.api import api_server
+from mooncake.api.constrained.checker import SchemaChecker
 from mooncake.base import GenerateRequest, OutputEvent
 from tests.support.api.server import ScriptedBackend, live_api_server, says, tiny_model
 
@@ -34,6 +37,13 @@ FUNCTION = {"name": "go", "parameters": SCHEMA}
 ANTHROPIC_TOOL: Any = {"name": "go", "input_schema": SCHEMA}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 REMOTE = {"type": "object", "properties": {"a": {"$ref": "https://example.com/a.json"}}}
+
+
+@pytest.fixture(autouse=True)
+def patient_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with other work the shipped limits end checks, which are reported then."""
+    patient = partial(SchemaChecker, cpu_limit_s=60.0, wall_limit_s=600.0, queue_limit_s=600.0)
+    monkeypatch.setattr(api_server, "SchemaChecker", patient)
 
 
 @asynccontextmanager
