@@ -131,8 +131,9 @@ def test_each_process_killed_under_load_costs_a_pause(tmp_path: Path) -> None:
             num_said = len(cluster.running["gateway"].output)
             cluster.kill(role)
 
-            def why_lost(num_said: int = num_said) -> re.Match[str] | None:
-                return re.search(r"is lost: (.*)\n", cluster.running["gateway"].output[num_said:])
+            def why_lost(role: str = role, num_said: int = num_said) -> re.Match[str] | None:
+                said = cluster.running["gateway"].output[num_said:]
+                return re.search(rf"\({role}\) is lost: (.*)\n", said)
 
             told = wait_until(why_lost, f"{role} is lost")
             assert told is not None

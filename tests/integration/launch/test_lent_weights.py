@@ -39,7 +39,7 @@ from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.tcp.backend import TcpBackend
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
 from tests.support.transfer.driving import move
-from tests.support.waiting import LONG_S
+from tests.support.waiting import LONG_S, wait_until
 
 SECRET = "a secret of the test"
 READ = " were read from "
@@ -83,6 +83,11 @@ def begun(opened: ExitStack, model: Path, *more: str) -> tuple[ServerProcess, tu
     return gateway, ("--join", f"tcp://127.0.0.1:{port}", "--kv-cache-memory-bytes", "32MiB")
 
 
+def await_known(gateway: ServerProcess, number: int) -> None:
+    """Wait until the gateway knows so many engines, which say that they serve before it does."""
+    wait_until(lambda: len(gateway.worker_pids()) == number, f"{number} engines are known")
+
+
 def check_borrowed(server: ServerProcess, num_ranks: int) -> None:
     """Check that so many ranks of an engine have read weights of another one."""
     server.wait_for(READ, number=num_ranks)
@@ -109,6 +114,7 @@ def test_engines_without_files_serve_what_they_read_from_another(
         gateway.wait_until_serving()
         for each in (prefill, decode):
             each.wait_for(SERVES)
+        await_known(gateway, 2)
         assert said(gateway) == expected
         second = opened.enter_context(
             ServerProcess("--role", "decode", *borrows, "-tp", "2", "-dcp", "2", "-ep")
@@ -122,6 +128,7 @@ def test_engines_without_files_serve_what_they_read_from_another(
         third.wait_for(SERVES)
         for each in (second, third):
             check_borrowed(each, 2)
+        await_known(gateway, 3)
         prefill.stop()
         # Only the two that have no files are left.
         assert said(gateway) == expected
@@ -161,6 +168,7 @@ def test_new_weights_reach_engines_whose_machines_have_no_files_of_them(
         for each in engines:
             each.wait_for(SERVES)
         gateway.wait_until_serving()
+        await_known(gateway, 3)
         assert said(gateway) == before
         gateway.post("/pause?mode=wait", {})
         # No machine has these: all engines go on with the weights that they have.
@@ -210,6 +218,7 @@ def test_engines_that_share_their_experts_read_them_from_another(
         group, processes = begun_group(opened, bare, *engine, "--weights-from", "engines")
         check_borrowed(group, 2)
         gateway.wait_until_serving()
+        await_known(gateway, 3)
         assert said(gateway) == expected
         assert group.stop() == (0, [])
         assert all(has_ended(each, LONG_S) for each in processes)

@@ -91,6 +91,7 @@ def test_a_worker_that_joins_has_the_busiest_prefix_before_its_first_request(
         answers = asking.make_busy()
         with ServerProcess("--role", "prefill", "--join", address, *SMALL[2:4]) as joiner:
             name = joiner.wait_for(r"(prefill-\S+) \(pid \d+\) serves").group(1)
+            server.wait_for_workers({"prefill-0", "decode-0", "kvstore-0", name})
             asking.check_read_ahead(name)
             answers += [asking.answer(), asking.answer()]  # one of each prefill worker
             wait_for(server, name, "prompt_tokens", NUM_PROMPT)
