@@ -88,10 +88,11 @@ def mode_routes(api_server: ApiServer) -> Router:
     described = operation(None, ModeReply, ErrorReply)
 
     def control(request: Request) -> GatewayBackend:
-        """Return what carries out orders. Raises ApiError for who may not give any."""
+        """Return what carries out orders. Raises ApiError if the client may not give any."""
         if api_server.control is None or not api_server.config.enable_sleep_mode:
             raise forbidden(
-                "this server was started without `enable-sleep-mode`, so nobody may pause it"
+                "this server was started without `enable-sleep-mode`, which its operators need to "
+                "pause it, let it sleep and give it other weights"
             )
         if request.headers.get("origin") is not None and not hasattr(request.state, "key_name"):
             raise forbidden("a web page may not do this without an operator's key")

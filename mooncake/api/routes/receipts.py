@@ -26,12 +26,13 @@ def receipt_routes(api_server: ApiServer) -> Router:
             raise ApiError(404, "NotFoundError", "this server keeps no receipts (`max-receipts` 0)")
         kept = receipts.find(name, tenant)
         if kept is None:
+            own = api_server.config.gateway_id
             raise ApiError(
                 404,
                 "NotFoundError",
-                f"no receipt {shorten(name)} is here: the gateway "
-                f"{api_server.config.gateway_id or 'that answers'} keeps those of its own last "
-                "calls; the name of a receipt begins with that of its gateway",
+                f"no receipt {shorten(name)} is here: the gateway that answers"
+                f"{f' ({own})' if own else ''} keeps the receipts of its own last calls; the name "
+                "of a receipt begins with the name of its gateway",
             )
         return receipts, kept
 
