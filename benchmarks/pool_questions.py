@@ -7,7 +7,7 @@ value has one key, or is cut into several. A client process and a node process e
 Ours hashes every block at both ends, and the client looks at the hashes of what it gets; upstream
 hashes none. Upstream's store takes its turn in the same rounds where it can be installed and run,
 which takes a network that holds nothing but the loopback. With `--protected` pools whose bytes have
-MACs, or are encrypted, take their turns, too; encrypted gets ask no questions.
+MACs, or are encrypted, take their turns, too.
 
 Shown are medians over the rounds: milliseconds, the speed of one way as a multiple of the other's,
 and CPU time of client and node together. With `--profile` the CPU time of each thread is shown,

@@ -135,6 +135,7 @@ def client_id(channel_key: str) -> str:
     return f"client-{channel_key[:12]}-"
 
 
+@lru_cache(maxsize=4096)
 def client_key(worker: m.WorkerRef) -> str:
     """Return the key of the certificate with which a pool client speaks; empty when `worker` is no
     client. Clients that share a credential share the key.

@@ -272,6 +272,8 @@ class NodeBlocks:
         """Keep the stored blocks of a run for so long, within the limits. They are expected to be
         asked for again, so all of them go down like blocks that were used twice.
         """
+        if not run:
+            return
         num_new, num_displaced = self.dram.keep(run, now + min(seconds, MAX_KEEP_S))
         self._ports.counters["blocks_kept"] += num_new
         self._ports.counters["keeps_displaced"] += num_displaced
@@ -279,6 +281,9 @@ class NodeBlocks:
 
     def end_keeps(self, now: float) -> float | None:
         """Let blocks be evicted whose time is over. Return when to call again."""
+        end_s = self.dram.keeps_end_s
+        if end_s is None or now < end_s:
+            return end_s
         self._ports.counters["keeps_expired"] += self.dram.end_keeps(now)
         return self.dram.keeps_end_s
 
@@ -288,7 +293,9 @@ class NodeBlocks:
         self.migration.add(keys)
 
     def evicted(self, keys: list[BlockKey]) -> None:
-        """Count and report blocks that DRAM evicted for room."""
+        """Count and report blocks that DRAM evicted for room, if there are any."""
+        if not keys:
+            return
         self._ports.counters["blocks_evicted"] += len(keys)
         self.gone(keys)
 

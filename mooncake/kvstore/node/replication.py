@@ -323,8 +323,9 @@ class Replicator:
                 cold.append(key)
             else:
                 self._copies[key] = now  # it is pinned or kept: it is not cold
-        self._counters["replicas_dropped"] += len(cold)
-        self._copied([], cold)
+        if cold:
+            self._counters["replicas_dropped"] += len(cold)
+            self._copied([], cold)
         times = [wake_s for wake_s in wakes if wake_s is not None]
         if self._copies:
             times.append(next(iter(self._copies.values())) + idle_s)

@@ -137,6 +137,8 @@ class Promotions:
 
     def tick(self, now: float) -> float | None:
         """Answer the runs whose time is up with what has come. Return the next deadline."""
+        if not self._waits:
+            return None
         for name in [n for n, wait in self._waits.items() if wait.deadline_s <= now]:
             self._waits[name].more = False
             self._settle(name, now)
