@@ -270,8 +270,8 @@ class PolledTransfer(Transfer, Protocol):
 
     def offer_events(self, take: Callable[[], bool]) -> None:
         """Have threads that move bytes call `take` when there are events, so that no other thread
-        need wake for them, and again when there are none after what these led to. If it returns
-        False, the descriptor becomes readable.
+        need wake for them. Once what these led to is done and no event is left, they call it again.
+        If it returns False, the descriptor becomes readable.
         """
 
     def links(self) -> Sequence[LinkSnapshot]:

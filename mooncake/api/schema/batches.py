@@ -19,7 +19,7 @@ Id = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 
 
 def _check_metadata(metadata: dict[str, Any]) -> dict[str, str]:
-    """Check them one after another, up to the first mistake: there may be very many."""
+    """Check the entries one after another, up to the first mistake: there may be very many."""
     if len(metadata) > MAX_METADATA:
         raise ValueError(f"must have at most {MAX_METADATA} entries")
     for name, value in metadata.items():

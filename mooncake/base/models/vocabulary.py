@@ -169,7 +169,7 @@ def added_tokens(config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Return the tokens that a `tokenizer_config.json` adds, by id. Each has a text as `content`.
 
     Raises:
-        CheckpointError: it says them in another form.
+        CheckpointError: it has them in another form.
     """
     added = config.get("added_tokens_decoder") or {}
     try:

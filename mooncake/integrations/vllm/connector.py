@@ -74,7 +74,7 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """True if a dropped save would be more than a later miss. It is not."""
+        """False: a save that is dropped is only a later miss."""
         return False
 
     def shutdown(self) -> None:

@@ -78,8 +78,8 @@ class Workers:
 def cluster_workers(
     config: ServeConfig, plan: ServePlan, gateway_address: str, cluster_secret: str, host: str
 ) -> list[WorkerSettings]:
-    """Return the settings of all workers of this machine; where they come and go, of all that there
-    may be.
+    """Return the settings of all workers of this machine. If workers come and go, these are as many
+    as there may ever be.
 
     If there are several kvstore workers, the others are divided among them: each pool and its
     engines count as one node, as if they had a machine of their own.
