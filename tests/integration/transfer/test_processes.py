@@ -12,11 +12,13 @@ import pytest
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.transfer.engine import Op, Region, TransferBatch, TransferOp
 from mooncake.transfer.router import RoutedTransfer
-from tests.support.transfer.driving import WIRED, move, open_engine, wait_for
+from tests.support.transfer.driving import EMULATED, WIRED, move, open_engine, wait_for
 from tests.support.transfer.peer_process import PeerProcess, digest_of
 
-REGION_BYTES = 17 * 2**20 + 4099
-SIZES = [1, 2, 3, 63, 4095, 4097, 65537, 2**20 - 1, 2**20 + 1, 16 * 2**20 - 5, 16 * 2**20]
+LARGE = (2 if EMULATED else 16) * 2**20
+REGION_BYTES = LARGE + 2**20 + 4099
+SIZES = [1, 2, 3, 63, 4095, 4097, 65537, 2**20 - 1, 2**20 + 1, LARGE - 5, LARGE]
+NUM_SLICES = 2000 if EMULATED else 5000
 
 
 @pytest.fixture(scope="module", params=WIRED)
@@ -65,7 +67,7 @@ def test_bytes_arrive_at_odd_offsets_and_nowhere_else(
 ) -> None:
     span = num_bytes + 2**20
     remote = peer.allocate(span)
-    blank = (random.Random(num_bytes).randbytes(2**20) * 18)[:span]
+    blank = (random.Random(num_bytes).randbytes(2**20) * (span // 2**20 + 1))[:span]
     local_at, remote_at = 13, 4099
     # Fill theirs through the engine, check from within the other process.
     ours.buffer[:span] = blank
@@ -93,12 +95,12 @@ def test_bytes_arrive_at_odd_offsets_and_nowhere_else(
 def test_thousands_of_slices_scatter_and_gather(
     engine: RoutedTransfer, peer: PeerProcess, remote: int
 ) -> None:
-    source = engine.allocate(8 * 2**20, "source")
-    back = engine.allocate(8 * 2**20, "back")
+    source = engine.allocate(LARGE // 2, "source")
+    back = engine.allocate(LARGE // 2, "back")
     source.buffer[:] = os.urandom(source.num_bytes)
     rng = random.Random(5)
-    step = source.num_bytes // 5000
-    places = list(range(5000))
+    step = source.num_bytes // NUM_SLICES
+    places = list(range(NUM_SLICES))
     rng.shuffle(places)
     lengths = [rng.randint(1, step) for _ in places]
     writes = [
@@ -145,16 +147,13 @@ def test_threads_that_submit_at_the_same_time_do_not_mix_up_their_bytes(
     engine: RoutedTransfer, peer: PeerProcess, remote: int
 ) -> None:
     """Small batches are sent by whoever submits them, large ones by the loops."""
-    ours = engine.allocate(8 * 2**20, "ours")
+    ours = engine.allocate(LARGE // 2, "ours")
     ours.buffer[:] = os.urandom(ours.num_bytes)
     ids: list[int] = []
 
     def submit(connection: int) -> None:
-        rng, at, end = (
-            random.Random(connection),
-            connection * 2 * 2**20,
-            (connection + 1) * 2 * 2**20,
-        )
+        rng, part = random.Random(connection), ours.num_bytes // 4
+        at, end = connection * part, (connection + 1) * part
         while at < end:
             length = min(end - at, rng.choice([1, 100, 5000, 70_000, 300_000]))
             op = TransferOp(ours.region_id, at, remote, at, length)
