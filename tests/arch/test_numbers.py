@@ -18,6 +18,7 @@ from mooncake.engine import chunks, step_shares
 from mooncake.engine.ranks import rank_group
 from mooncake.kvstore.config import MAX_KEEP_S
 from mooncake.kvstore.index import holder_sets
+from mooncake.kvstore.node import long_work
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import http_server
 from mooncake.launch.host.secrets import credentials, key_source
@@ -65,6 +66,9 @@ SENTENCES: dict[str, list[str]] = {
         f"its own requests, {block_feed.MAX_BLOCKS:,} at most",
         f"remember the last {pool_search.MAX_REMOVED:,} removed blocks",
         f"in DRAM for up to {SPANS[MAX_KEEP_S]}",
+    ],
+    "pool-alone.md": [
+        f"{long_work.MAX_BEGUN} messages of more than {long_work.PIECE_KEYS:,} blocks",
     ],
     "retries.md": [
         f"byte for byte, for {API.kept_answer_s / 60:g} minutes",
