@@ -31,6 +31,7 @@ from mooncake.launch.cluster.facts import GATEWAY_ID
 from mooncake.launch.cluster.log_file import new_log_file, start_log, stays_calm
 from mooncake.launch.cluster.supervision.kept_run import KeptRun
 from mooncake.launch.cluster.workers import Workers, cluster_workers, health_settings
+from mooncake.launch.config.config import WILDCARDS
 from mooncake.launch.config.plan import ServePlan, make_plan
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
@@ -195,9 +196,12 @@ def _make(
     secret = config.cluster_secret or kept.secret() or ids.hex(16)
     credential = own_credential(secret, CredentialRole.GATEWAY, name=GATEWAY_ID)
     port = config.join_port
+    own = None  # workers on other machines must reach it
+    if config.ray_address is not None and config.bind_host in WILDCARDS:
+        own = machine_facts.address_towards(config.ray_address)
     channel = ZmqChannel(
         config.bind_host, credential=credential, is_typed=bool(port), tells_ends=True,
-        ports=(port, port) if port else config.bind_ports,
+        ports=(port, port) if port else config.bind_ports, advertise_host=own,
     )  # fmt: skip
     return ProcessWorkers(config, plan, secret, credential, forks, kept), GatewayProcess(
         plan, channel, config.names[0], ids=ids, has_api=not config.headless

@@ -15,7 +15,8 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -238,6 +239,20 @@ def _living() -> list[dict[str, Any]]:
     return [node for node in known() if node["Alive"]]
 
 
+def spread(
+    worker_ids: Sequence[str], held: Mapping[str, str], nodes: Sequence[str]
+) -> dict[str, str]:
+    """Return the node of each worker: those that `held` says where they run stay, and the others
+    are shared out evenly.
+    """
+    placed = {worker_id: held[worker_id] for worker_id in worker_ids if worker_id in held}
+    for worker_id in worker_ids:
+        if worker_id not in placed:
+            numbers = Counter(placed.values())
+            placed[worker_id] = min(nodes, key=lambda node: numbers[node])
+    return placed
+
+
 @dataclasses.dataclass(frozen=True)
 class RayKeepers:
     """Makes the keepers of one supervisor: an actor for each worker, which Ray places. Ray starts
@@ -263,6 +278,16 @@ class RayKeepers:
     """The nodes of Ray on which some of them run already or are to start."""
     groups: dict[str, PlacementGroup] = dataclasses.field(default_factory=dict)
     """What `groups_of_held` has set aside for some, until their keepers take it."""
+
+    def spread_over(
+        self, workers: Iterable[WorkerSettings], held: Mapping[str, Held], nodes: Sequence[str]
+    ) -> RayKeepers:
+        """Return those that keep workers where they run, and share the others out evenly, but for
+        those that Ray sets something aside for: it would draw a node for each.
+        """
+        at = {worker_id: each.node for worker_id, each in held.items()}
+        drawn = [each.worker_id for each in workers if not self._needs(each)]
+        return dataclasses.replace(self, nodes={**at, **spread(drawn, at, nodes)})
 
     def __call__(self, settings: WorkerSettings, waits: bool) -> Keeper:
         """Return the keeper of a worker, an actor that Ray starts.

@@ -17,8 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -91,20 +90,6 @@ def works_at(
     machines.
     """
     return any(role.value in roles and name in machines for role, name in members)
-
-
-def spread(
-    worker_ids: Sequence[str], held: Mapping[str, str], nodes: Sequence[str]
-) -> dict[str, str]:
-    """Return the node of each worker: those that `held` says where they run stay, and the others
-    are shared out evenly.
-    """
-    placed = {worker_id: held[worker_id] for worker_id in worker_ids if worker_id in held}
-    for worker_id in worker_ids:
-        if worker_id not in placed:
-            numbers = Counter(placed.values())
-            placed[worker_id] = min(nodes, key=lambda node: numbers[node])
-    return placed
 
 
 def run_node(file: str, name: str | None) -> int:
@@ -239,13 +224,10 @@ class _Node:
         workers = [self._worker(facts, *each) for each in placed_worker.names_of(self._cluster)]
         there = ray_cluster.nodes()
         held = ray_cluster.holders(placed_worker.held, [each.worker_id for each in workers])
-        on_cpus = [each.worker_id for each in workers if not each.num_gpus]
-        at = {worker_id: each.node for worker_id, each in held.items()}
-        nodes = {**at, **spread(on_cpus, at, [*there])}
         groups = ray_cluster.groups_of_held(workers, held)
         try:
-            keepers = ray_cluster.RayKeepers("up", placed=True, nodes=nodes, groups=groups)
-            supervisor.resume(workers, keepers)
+            keepers = ray_cluster.RayKeepers("up", placed=True, groups=groups)
+            supervisor.resume(workers, keepers.spread_over(workers, held, [*there]))
         finally:
             ray_cluster.give_back(groups.values())
         looked_s = time.monotonic()

@@ -157,9 +157,9 @@ class ProcessWorkers(Workers):
         """How long workers wait for another supervisor: not at all if none could find them."""
         return self._config.orphan_timeout if self._kept is not None and self._kept.name else 0.0
 
-    def _keepers(self, show: report.Show, may_run: list[WorkerSettings]) -> Make:
+    def _keepers(self, show: report.Show, workers: list[WorkerSettings], *, may_run: bool) -> Make:
         """Return what makes the workers' keepers: threads here, or actors of a Ray cluster.
-        `may_run`: the workers that a killed start may have left.
+        `may_run`: a killed start may have left some of them.
         """
         config = self._config
         name = "" if self._kept is None else self._kept.name
@@ -170,17 +170,18 @@ class ProcessWorkers(Workers):
 
         show("ray", "connecting", 0, 0)
         ray_cluster.connect(config.ray_address)
-        if may_run and (not config.stays_here or any(each.num_gpus for each in may_run)):
+        if may_run and (not config.stays_here or any(each.num_gpus for each in workers)):
             show("ray", "looking for workers", 0, 0)
-            names = [each.worker_id for each in may_run]
+            names = [each.worker_id for each in workers]
             self._held = ray_cluster.holders(running, run, names)
-        groups = ray_cluster.groups_of_held(may_run, self._held)
-        show("ray", report.READY, 1, 1)
-        return ray_cluster.RayKeepers(
+        groups = ray_cluster.groups_of_held(workers, self._held)
+        keepers = ray_cluster.RayKeepers(
             run, self._own_file, self._orphan_s, here_only=config.stays_here,
             cpus_aside=config.follows_load and not config.stays_here, forks=self._forks,
-            nodes={name: each.node for name, each in self._held.items()}, groups=groups,
+            groups=groups,
         )  # fmt: skip
+        show("ray", report.READY, 1, 1)
+        return keepers.spread_over(workers, self._held, [*ray_cluster.nodes()])
 
     def _start(
         self, supervisor: Supervisor, gateway_process: GatewayProcess, show: report.Show
@@ -195,7 +196,7 @@ class ProcessWorkers(Workers):
         self._keep(self._secret)
         host = machine_facts.host_name()
         every = cluster_workers(config, plan, own_address, self._secret, host)
-        keepers = self._keepers(show, every if was_killed else [])
+        keepers = self._keepers(show, every, may_run=was_killed)
         self._settings = every
         settings = first_workers(config, self._settings, self._was_left)
         if config.follows_load:

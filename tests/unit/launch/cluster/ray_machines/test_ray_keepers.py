@@ -260,6 +260,16 @@ def test_workers_that_run_get_their_own_gpus_unless_a_stranger_has_one(
     assert (fake.groups, keepers.groups) == ([], {}), "what was set aside for it is used"
 
 
+def test_workers_for_which_nothing_is_set_aside_are_shared_out_evenly() -> None:
+    """Ray would draw a node for each, and could start all on one."""
+    on_cpus = [worker_settings(worker_id=f"decode-{number}") for number in range(3)]
+    workers = [*on_cpus, worker_settings(worker_id="prefill-0", num_gpus=8.0)]
+    spread = KEEPERS.spread_over(workers, {"decode-1": Held("x", "")}, ["x", "y"])
+    assert spread.nodes == {"decode-0": "y", "decode-1": "x", "decode-2": "x"}
+    aside = dataclasses.replace(KEEPERS, cpus_aside=True).spread_over(workers, {}, ["x", "y"])
+    assert aside.nodes == {}, "it finds room for each"
+
+
 def test_a_pool_node_needs_no_cpu_of_ray() -> None:
     keepers = dataclasses.replace(KEEPERS, cpus_aside=True)
     assert keepers._needs(worker_settings(role=Role.KVSTORE)) == {}

@@ -12,12 +12,12 @@ import pytest
 
 from mooncake.base import MooncakeError, Role
 from mooncake.launch.cluster.ray_machines import placed_worker, ray_cluster, ray_node
+from mooncake.launch.cluster.ray_machines.ray_cluster import spread
 from mooncake.launch.cluster.ray_machines.ray_node import (
     LOOK_S,
     LOST_S,
     TURN_S,
     gives_way,
-    spread,
     whom_to_join,
     works_at,
 )
