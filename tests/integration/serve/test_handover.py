@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SMALL = ("--dtype", "float32", "--kv-cache-memory-bytes", "64MiB", "--max-model-len", "4096")
 ALIKE = "--no-self-profile"
 """Workers that measured their speed on a busy machine would not share the requests."""
+LEAVES = ("--shutdown-timeout", "200")
+"""A worker may take as long to end well: on a busy machine longer than the default."""
 NUM_PROMPT, NUM_TOKENS, NUM_ASKING = 2100, 500, 4
 NUM_QUEUING = 8
 """Prompts at once, so that some wait at each of two prefill workers."""
@@ -73,6 +75,11 @@ def load(server: ServerProcess, worker_id: str) -> dict[str, Any]:
     return {"num_running": 0, "counters": {}, **worker["load"]}
 
 
+def joins(role: str, address: str) -> tuple[str, ...]:
+    """Return the words of a worker that joins, and leaves later."""
+    return ("--role", role, "--join", address, *SMALL[2:4], ALIKE, *LEAVES)
+
+
 def decodes_all(load: dict[str, Any]) -> bool:
     """Whether a worker has requests, and has computed the prompts of all of them."""
     num_running = load["num_running"]
@@ -107,7 +114,7 @@ def test_what_a_leaving_worker_decodes_is_fetched_from_it(tmp_path: Path) -> Non
     ):
         server.wait_until_serving()
         address = server.wait_for(r"--join (\S+)").group(1)
-        with ServerProcess("--role", "decode", "--join", address, *SMALL[2:4], ALIKE) as leaver:
+        with ServerProcess(*joins("decode", address)) as leaver:
             name = leaver.wait_for(r"(decode-\S+) \(pid \d+\) serves").group(1)
             server.wait_for_workers({"decode-0", name})
             before = load(server, "decode-0")["counters"]
@@ -158,7 +165,7 @@ def test_what_a_leaving_prefill_worker_computes_is_finished_and_found_in_the_poo
             total = {"computed": sum(map(computed, each)), "fetched": fetched}
             return total | {"given": prefill["prompt_tokens"]}
 
-        with ServerProcess("--role", "prefill", "--join", address, *SMALL[2:4], ALIKE) as leaver:
+        with ServerProcess(*joins("prefill", address)) as leaver:
             name = leaver.wait_for(r"(prefill-\S+) \(pid \d+\) serves").group(1)
             server.wait_for_workers({"prefill-0", "decode-0", "kvstore-0", name})
             first, reading = ask(server.url, pool, "one", range(NUM_QUEUING), 8)
