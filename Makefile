@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export PATH := $(abspath $(VENV))/helm/node_modules/.bin:$(PATH)
 
-.PHONY: help install serve test test-python test-pure test-processes test-slow test-alone test-all test-browser test-rdma test-vllm vllm-env test-device test-shapes helm api-cases fuzz hold-out soak soak-pool soak-hosts soak-nodes soak-changes check fmt bench public-names docs clean
+.PHONY: help install serve test test-python test-pure test-processes test-slow test-alone test-all test-browser test-rdma test-vllm vllm-env test-device test-shapes helm api-cases fuzz hold-out soak soak-pool soak-device soak-hosts soak-nodes soak-changes check fmt bench public-names docs clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
@@ -32,6 +32,7 @@ help:
 	@echo "make hold-out  all that a training run reads, searched for what is held out from it"
 	@echo "make soak      random faults on simulated clusters (SEEDS=1000 FIRST=0)"
 	@echo "make soak-pool a pool node killed in mid-put and mid-get (KILLS=200)"
+	@echo "make soak-device random orders of a GPU's work, on the emulated one (SEEDS=200)"
 	@echo "make soak-hosts a cluster on hosts made of namespaces, under load and random faults; as root (MINUTES=60 SEED=0)"
 	@echo "make soak-changes docs/changing-machines.md typed on such hosts, under load; as root"
 	@echo "make soak-nodes what looks after engines killed again and again; as root (KILLS=20)"
@@ -171,6 +172,11 @@ soak: $(STAMP)
 KILLS ?= 200
 soak-pool: $(STAMP)
 	MOONCAKE_NUM_KILLS=$(KILLS) $(BIN)/pytest -q tests/integration/pool/test_faults.py -k killed --timeout 36000
+
+# Orders in which an emulated GPU may run what is queued, one seed after another: make soak-device SEEDS=1000
+soak-device: SEEDS = 200
+soak-device: $(STAMP)
+	MOONCAKE_TEST_SEEDS=$(SEEDS) $(BIN)/pytest -q tests/device/test_served.py -k random_order
 
 # The steps of docs/changing-machines.md on hosts made of namespaces, while clients ask; as root.
 soak-changes: $(STAMP)
