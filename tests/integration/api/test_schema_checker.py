@@ -14,8 +14,11 @@ import pytest
 
 from mooncake.api.constrained import checker as checker_module
 from mooncake.api.constrained.checker import Fault, SchemaChecker, SchemaToCheck
+from tests.support.slowness import slowness
+from tests.support.waiting import LONG_S
 
-TIGHT = 0.2
+TIGHT_S = 0.2
+"""CPU time on a usual machine, for what takes a few milliseconds."""
 UNIQUE: dict[str, Any] = {"type": "array", "uniqueItems": True}
 
 
@@ -45,7 +48,9 @@ HOSTILE: dict[str, tuple[Any, Any]] = {
 
 @pytest.fixture
 def checker() -> Iterator[SchemaChecker]:
-    made = SchemaChecker(cpu_limit_s=TIGHT, wall_limit_s=20.0, queue_limit_s=60.0)
+    made = SchemaChecker(
+        cpu_limit_s=TIGHT_S * slowness(), wall_limit_s=LONG_S, queue_limit_s=LONG_S
+    )
     yield made
     made.close()
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from tests.support.kvstore.forked_node import ForkedNode
 from tests.support.kvstore.pool_process import SECRET, until
 from tests.support.kvstore.pool_traffic import blocks_of
 from tests.support.model.checkpoints import write_config_only
+from tests.support.ports import free_port
 
 NAMES = ("gateway", "b", "c")
 
@@ -32,8 +32,7 @@ class Pool:
     def __init__(self, home: Path) -> None:
         self._home = home
         self._model = write_config_only(home / "model")
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self._port = str(listener.getsockname()[1])
+        self._port = str(free_port())
         self.nodes: dict[str, ForkedNode] = {}
         self._num_boots = 0
         for name in NAMES:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from tests.support.kvstore.forked_node import ForkedNode
 from tests.support.kvstore.pool_process import SECRET, until
 from tests.support.kvstore.pool_traffic import Traffic, blocks_of, check_nothing_is_held
 from tests.support.model.checkpoints import write_config_only
+from tests.support.ports import free_port
 from tests.support.waiting import LONG_S
 
 NUM_KILLS = int(os.environ.get("MOONCAKE_NUM_KILLS", "2"))
@@ -42,8 +42,7 @@ class Pool:
     def __init__(self, model: Path, home: Path) -> None:
         self._model = model
         self._home = home
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self._port = str(listener.getsockname()[1])
+        self._port = str(free_port())
         self._nodes: dict[str, ForkedNode] = {}
         self._num_boots = 0
 

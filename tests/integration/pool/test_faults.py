@@ -12,7 +12,6 @@ import os
 import random
 import resource
 import signal
-import socket
 import subprocess
 import threading
 import urllib.request
@@ -36,6 +35,7 @@ from tests.support.kvstore.pool_traffic import (
     key_of,
 )
 from tests.support.model.checkpoints import write_config_only
+from tests.support.ports import free_port
 from tests.support.waiting import LONG_S
 
 NUM_KILLS = int(os.environ.get("MOONCAKE_NUM_KILLS", "8"))
@@ -108,8 +108,7 @@ def test_killed_in_mid_put_and_mid_get(model: Path, tmp_path: Path) -> None:
 
 def test_clients_of_the_vllm_connector_outlive_killed_nodes(model: Path, tmp_path: Path) -> None:
     """They are never closed meanwhile. Each life of the node finds blocks of the one before."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     secret = tmp_path / "secret"
     secret.touch(0o600)
     secret.write_text(SECRET)

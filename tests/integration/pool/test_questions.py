@@ -251,7 +251,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_owner_that_is_killed_before_it_answers_is_an_error(model: Path, tmp_path: Path) -> None:
     with ForkedNode(model, tmp_path / "log", "--dram", "4MiB") as forked:
-        session = forked.session(timeout_s=3.0, transfer_protocols=["tcp"], num_places=RUN)
+        session = forked.session(timeout_s=10.0, transfer_protocols=["tcp"], num_places=RUN)
         with session:
             blocks = blocks_of(session, range(RUN))
             session.put(blocks)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
@@ -28,7 +29,7 @@ from tests.support.waiting import LONG_S
 Made = TypeVar("Made")
 
 
-def over_memory(size: int, timeout_s: float = 60.0) -> Sequence[SharedGroup]:
+def over_memory(size: int, timeout_s: float = LONG_S) -> Sequence[SharedGroup]:
     memory = mmap.mmap(-1, shared_bytes(size))
     return [SharedGroup(rank, size, memory, timeout_s) for rank in range(size)]
 
@@ -37,7 +38,7 @@ def of_threads(size: int) -> Sequence[ThreadGroup]:
     return ThreadGroup.make(size)
 
 
-def over_gloo(size: int, timeout_s: float = 30.0) -> Sequence[TorchGroup]:
+def over_gloo(size: int, timeout_s: float = LONG_S) -> Sequence[TorchGroup]:
     descriptor = make_file("gloo", size)
     groups = [join("gloo", size, rank, os.dup(descriptor), timeout_s) for rank in range(size)]
     os.close(descriptor)
@@ -173,15 +174,22 @@ def test_a_process_that_fails_ends_who_receives_and_who_sends_too_much() -> None
         groups[0].receive(torch.ones(1), 1)
 
 
-def test_who_gives_signs_is_waited_for() -> None:
+def test_who_gives_signs_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = over_memory(2, timeout_s=0.2)
     with pytest.raises(GroupError, match="rank 1 of this model did not answer for 0 s"):
         one.receive(torch.empty(1), 1)
+    # From now on time passes as the other rank gives signs, ten in each limit.
+    clock = SimpleNamespace(
+        monotonic=lambda: 0.02 * other._signs[other.rank * other._step], sleep=time.sleep
+    )
+    monkeypatch.setattr(shared_memory, "time", clock)
+    monkeypatch.setattr(shared_memory, "_YIELDS", 0)
+    num_looks, limits_s = one._signs[0] + 20, clock.monotonic() + 5 * one.timeout_s
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(one.receive, torch.empty(1), 1)
-        while not waiting.done() and one._signs[0] < 10_000:
-            other.go_on()  # for as long as that rank gives signs itself: many of its limits
-            time.sleep(0.001)
+        while not waiting.done() and (one._signs[0] < num_looks or clock.monotonic() < limits_s):
+            other.go_on()
+            time.sleep(0.0001)
         other.send(torch.ones(1), 0)
         waiting.result()
 
@@ -268,7 +276,7 @@ def test_a_gloo_group_ends_after_its_file_was_closed() -> None:
     """The number of the file may be a socket's by then."""
     numbers = [make_file("gloo", 2)]
     numbers.append(os.dup(numbers[0]))
-    groups = [TorchGroup("gloo", rank, 2, number, 30.0) for rank, number in enumerate(numbers)]
+    groups = [TorchGroup("gloo", rank, 2, number, LONG_S) for rank, number in enumerate(numbers)]
     on_all(groups, lambda group: group.meet())
     for number in numbers:
         os.close(number)

@@ -140,7 +140,7 @@ class Instance:
         """head: makes the head that drafts for a rank's model."""
         num_ranks, num_homes = shape.num_ranks, shape.dcp
         memory = mmap.mmap(-1, shared_bytes(num_ranks))
-        groups = [SharedGroup(rank, num_ranks, memory, 30.0) for rank in range(num_ranks)]
+        groups = [SharedGroup(rank, num_ranks, memory, LONG_S) for rank in range(num_ranks)]
         models = [
             load_model(
                 source, dtype=torch.float32, device=CPU, group=group, shape=shape,
@@ -161,7 +161,7 @@ class Instance:
         threading.Thread(target=self._answer, daemon=True).start()
         self.processes = [Process() for _ in pairs]
         self.lead = Lead(
-            groups[0], [ours for ours, _ in pairs], self.processes, 30.0, stage_ranks=shape.tp
+            groups[0], [ours for ours, _ in pairs], self.processes, LONG_S, stage_ranks=shape.tp
         )
         self.graphs = [Recorder() for _ in groups]
         self.meters = [Meter(1000 + 100 * rank) for rank in range(num_ranks)]
@@ -460,7 +460,7 @@ def test_ranks_whose_heads_guess_differently_draft_what_the_first_does(
     memory = mmap.mmap(-1, shared_bytes(2))
     heads: list[Eagle3Head] = []
     for rank in range(2):
-        group = SharedGroup(rank, 2, memory, 30.0)
+        group = SharedGroup(rank, 2, memory, LONG_S)
         model = load_model(source, dtype=torch.float32, device=CPU, group=group, shape=Shape(tp=2))
         config = config_of(source.spec)
         tensors = random_tensors(config, source.spec, seed=rank)
