@@ -164,10 +164,10 @@ def test_a_worker_leaves_at_the_first_word_of_one_that_takes_it_out(
     """It may be the worker of a Ray that is gone, which `mooncake up` takes out."""
     handle, told = supervisors.take(supervisors.begin())
     monkeypatch.setattr(placed_worker, "_place", {"here": supervisors.place}.get)
-    assert placed_worker.held(["here"]) == ["here"]
+    assert placed_worker.held(["here"]) == {"here": ""}
     placed_worker.leave(["here"], WAIT_S, lambda: False)
     assert supervisors.ended(told.pid)
-    assert placed_worker.held(["here"]) == []
+    assert placed_worker.held(["here"]) == {}
     handle.close()
 
 
