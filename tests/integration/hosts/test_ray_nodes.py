@@ -24,6 +24,8 @@ pytestmark = [
     pytest.mark.timeout(1500 * NUM_KILLS),
 ]
 
+KILLS = [(GCS, False), (RAYLET, False), (NODE, False), (UP, False), (UP, True)]
+"""What is killed on Ray's head, and whether it comes back only once the other machine is that."""
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 NUM_TOKENS = 200
 NUM_WORKERS = sum(WORKERS.values())
@@ -44,7 +46,7 @@ def test_engines_outlive_all_that_looks_after_them(tmp_path: Path) -> None:
         before = cluster.workers()
         assert sum(map(len, before.values())) == NUM_WORKERS
 
-        for pattern in [GCS, RAYLET, NODE, UP] * NUM_KILLS:
+        for pattern, moves in KILLS * NUM_KILLS:
             head = cluster.head()
             [other] = [each for each in machines if each is not head]
             num_watched = cluster.num_watched()
@@ -57,9 +59,12 @@ def test_engines_outlive_all_that_looks_after_them(tmp_path: Path) -> None:
             )
             thread.start()
             cluster.kill(head, pattern)
+            if moves:
+                cluster.programs[other.name].wait_for("this machine is the head of Ray", END_S)
             if pattern == UP:
                 cluster.type_up(head)
             cluster.await_watched(num_watched + 1)
+            assert cluster.head() is other or not moves
             thread.join()
             assert asking.result(0) == alone, pattern
             assert cluster.workers() == before, f"{pattern}: no weights are loaded again"
