@@ -77,6 +77,7 @@ THREADS = {
     "api/lane.py:ThreadPoolExecutor": TOLD,
     "base/threads.py:Thread": TOLD,
     "base/threads.py:start_deep_thread": TOLD,
+    "integrations/lmcache/connector.py:ThreadPoolExecutor": TOLD,
     "integrations/vllm/lookups.py:Thread": OWN,
     "integrations/vllm/mover.py:Thread": OWN,
     "kvstore/storage/disk_threads.py:VitalThread": VITAL,

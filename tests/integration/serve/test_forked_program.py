@@ -14,6 +14,7 @@ import pytest
 from tests.support.serve import forked_program
 from tests.support.serve.forked_program import ForkedProcess
 from tests.support.serve.server_process import ServerProcess, nano_checkpoint
+from tests.support.waiting import wait_until
 
 END_S = 240.0
 SMALL = (
@@ -68,6 +69,7 @@ def test_one_that_is_killed_says_so(tmp_path: Path) -> None:
     assert process.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.01)
+    wait_until(lambda: os.getpgid(process.pid) == process.pid, "it has a session of its own")
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait(END_S) == -signal.SIGKILL
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,9 +37,12 @@ def wanted(asked: list[int] | None = None) -> Iterator[Wanted]:
 
 
 def drawers() -> list[psutil.Process]:
-    return [
-        child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())
-    ]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended, perhaps in an earlier test
+            if "spawn_main" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def gone(processes: list[psutil.Process]) -> bool:

@@ -24,6 +24,7 @@ from mooncake.transfer.engine import (
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.router import QUESTIONS, RoutedTransfer
+from tests.support.relay import Relay
 from tests.support.transfer.driving import WAIT_S, events
 
 SIZE = 2**16
@@ -69,6 +70,8 @@ class Pair:
         self.there = self.owner.allocate(NUM * SIZE, "there")
         self.there.buffer[:] = random.Random(1).randbytes(NUM * SIZE)
         self.owner.hear_questions()
+        self.segment = self.owner.segment
+        """Where questions go."""
 
     def ask(self, num_pieces: int = NUM, size: int = SIZE, question: bytes = QUESTION) -> int:
         """Ask for pieces, the first one to the end of the memory here."""
@@ -76,7 +79,7 @@ class Pair:
             TransferOp(self.here.region_id, (num_pieces - 1 - n) * size, 0, 0, size)
             for n in range(num_pieces)
         ]
-        batch = TransferBatch(op=Op.READ, peer=self.owner.segment, ops=ops, question=question)
+        batch = TransferBatch(op=Op.READ, peer=self.segment, ops=ops, question=question)
         return self.asker.submit(batch)
 
     def hear(self) -> Asked:
@@ -95,7 +98,7 @@ class Pair:
         return bytes(self.there.buffer[number * size : (number + 1) * size])
 
 
-@pytest.mark.parametrize("protection", [Protection.NONE, Protection.MAC])
+@pytest.mark.parametrize("protection", list(Protection))
 def test_bytes_come_behind_the_answer_where_the_asker_wants_them(
     open_tcp: Open, protection: Protection
 ) -> None:
@@ -114,6 +117,30 @@ def test_bytes_come_behind_the_answer_where_the_asker_wants_them(
         for place, number in enumerate(chosen):
             assert pair.piece_here(NUM - 1 - place) == pair.piece_there(number)
         assert events(pair.owner) == [AskEnded(number=asked.number)]
+
+
+@pytest.mark.parametrize("protection", list(Protection))
+def test_question_answer_and_reason_are_readable_on_the_way_only_without_encryption(
+    open_tcp: Open, protection: Protection
+) -> None:
+    pair = Pair(open_tcp, protection=protection)
+    there = pair.owner.segment
+    relay = Relay(int(there.endpoints["tcp"].rpartition(":")[2]), records=True)
+    endpoints = {**there.endpoints, "tcp": f"127.0.0.1:{relay.port}"}
+    pair.segment = SegmentRef(there.engine_id, endpoints, there.host)
+    pair.ask(num_pieces=1)
+    pair.owner.answer(pair.hear().number, b"an answer of words", pair.there, Pieces([], 0))
+    assert pair.ended().answer == b"an answer of words"
+    assert isinstance(events(pair.owner)[0], AskEnded)
+    pair.ask(num_pieces=1)
+    pair.owner.refuse(pair.hear().number, "for a reason")
+    assert "for a reason" in (pair.ended().error or "")
+    [passage] = relay.connections
+    relay.close()
+    readable = protection is not Protection.ENCRYPT
+    assert (QUESTION in passage.sent) is readable
+    assert (b"an answer of words" in passage.received) is readable
+    assert (b"for a reason" in passage.received) is readable
 
 
 def test_pieces_may_be_shorter_here_than_what_the_answer_names(open_tcp: Open) -> None:
@@ -225,9 +252,6 @@ def test_a_pool_client_gets_only_what_it_was_lent(open_tcp: Open) -> None:
 
 def test_only_one_that_hears_is_asked_and_only_over_tcp(open_tcp: Open) -> None:
     asker, deaf = open_tcp("asker"), open_tcp("deaf")
-    hidden = open_tcp("hidden", Protection.ENCRYPT)
-    hidden.hear_questions()
-    assert not asker.takes_questions(hidden.segment), "a question would show keys"
     near, hearing = (open_tcp(name, protocols=("shm", "tcp")) for name in ("near", "hearing"))
     hearing.hear_questions()
     assert asker.takes_questions(hearing.segment)
