@@ -94,8 +94,8 @@ def test_a_gpu_runs_steps_of_all_sizes_before_it_serves(
     monkeypatch.setattr(RankDevice, "open_meter", lambda _: Meter())
     monkeypatch.setattr(
         KimiK2, "forward",
-        lambda model, inputs, *more: (
-            ran.append(tuple(inputs.tokens.shape)), forward(model, inputs, *more)
+        lambda model, inputs, *more, **named: (
+            ran.append(tuple(inputs.tokens.shape)), forward(model, inputs, *more, **named)
         )[1],
     )  # fmt: skip
     sampled: list[int] = []
