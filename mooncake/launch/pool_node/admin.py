@@ -1,6 +1,6 @@
-"""The HTTP API of a pool node for operators: probes, figures, metrics, drain, and
-its address for clients. Figures and drain are for holders of a token, and for holders of a
-credential who sign the request.
+"""The HTTP API of a pool node for operators: probes, figures, metrics, drain, and its
+address for clients. Figures and drain are for holders of a token, and for holders of a credential
+who sign the request.
 
 It owns a server and the verifier of signatures, and reads the node only between two events of its
 driver.
@@ -169,7 +169,7 @@ class PoolAdmin:
         return state
 
     def _address(self) -> Answer:
-        """Tell where clients reach the node's memory. Whoever connects there must prove himself."""
+        """Tell where clients reach the node's memory. They prove their credentials there."""
         told = {name: self._about[name] for name in ADDRESS if name in self._about}
         return document(HTTPStatus.OK, told)
 

@@ -49,8 +49,8 @@ def join(backend: str, size: int, rank: int, descriptor: int, timeout_s: float) 
 
 
 class FarStore:
-    """The store by which ranks of several machines find each other. It asks for no proof: whoever
-    reaches its port can keep ranks from meeting.
+    """The store by which ranks of several machines find each other. It asks for no proof, so any
+    process that reaches its port can keep ranks from meeting.
     """
 
     def __init__(self, address: tuple[str, int]) -> None:

@@ -93,7 +93,7 @@ class PeerHealth:
 
 
 _MANY_PEERS = 1024
-"""From this many peers on, those that have nothing to do are forgotten before a new one is made."""
+"""Number of peers from which idle ones are forgotten before a new one is made."""
 
 PeerT = TypeVar("PeerT")
 

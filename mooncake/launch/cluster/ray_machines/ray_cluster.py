@@ -203,7 +203,7 @@ def num_gpus() -> float:
 
 
 class Held(NamedTuple):
-    """Where a worker runs that nobody looks after."""
+    """Where a worker runs that has no keeper."""
 
     node: str
     """The node of Ray on its machine."""

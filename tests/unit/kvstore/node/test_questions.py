@@ -27,6 +27,7 @@ from mooncake.base.pool_messages import (
     PoolState,
 )
 from mooncake.base.rights import MAX_NAME_CHARS, CredentialRole, Sender, tenant_key
+from mooncake.kvstore.node.long_work import PIECE_KEYS
 from mooncake.rpc.codec import encode
 from mooncake.sim.world.disk import SimMedium
 from mooncake.transfer.engine import (
@@ -316,3 +317,8 @@ def test_a_question_names_no_more_blocks_than_an_answer_holds() -> None:
         checksums=[2**64 - 1] * MAX_ANSWER_PIECES,
     )  # fmt: skip
     assert len(encode(longest)) < MAX_QUESTION_BYTES - MAX_NAME_CHARS
+
+
+def test_no_question_is_long_work() -> None:
+    """A node refuses long work by a message of the control channel, where no asker would see it."""
+    assert MAX_ANSWER_PIECES <= PIECE_KEYS
