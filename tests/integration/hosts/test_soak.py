@@ -36,13 +36,16 @@ def one(how: str = "whole", ids: list[int] = RIGHT, **other: Any) -> dict[str, A
 
 
 def found(*tries: dict[str, Any], fault: Fault | None = None, at_s: float = 105.0) -> list[str]:
-    spans = [Span(fault, at_s, at_s)] if fault is not None else []
+    spans = [Span(fault, at_s, at_s, at_s)] if fault is not None else []
     return problems_of({"answer": 3, "stream": True, "tries": tries}, RIGHT, spans)
 
 
 def test_a_request_that_ended_once_with_its_tokens_is_well() -> None:
     assert found(one()) == []
-    assert found(one("refused", []), one("away", []), one()) == []
+    fault = Fault("kill", "a", "gateway")
+    assert found(one("refused", []), one("away", []), one(), fault=fault) == []
+    assert found(one(usage={"completion_tokens": 3})) == []
+    assert found(one("left", [5])) == [], "its client hung up"
 
 
 @pytest.mark.parametrize(
@@ -57,6 +60,10 @@ def test_a_request_that_ended_once_with_its_tokens_is_well() -> None:
         ([one(after_done=1)], "goes on after its end"),
         ([one("failed", [5])], "failed: ?"),
         ([one("refused", [])], "no answer after 1 tries"),
+        ([one("refused", []), one()], "refused by a whole cluster"),
+        ([one("away", []), one()], "took no connection"),
+        ([one("left", [6])], "wrong tokens"),
+        ([one(usage={"completion_tokens": 4})], "its usage is"),
     ],
 )
 def test_what_is_wrong_with_a_request_is_said(tries: list[dict[str, Any]], says: str) -> None:
@@ -78,6 +85,9 @@ def test_what_is_wrong_with_a_request_is_said(tries: list[dict[str, Any]], says:
         ("silent", Fault("stop", "a", "gateway"), True),
         ("silent", Fault("stop", "a", "decode"), False),
         ("silent", Fault("clock", "a"), False),
+        ("away", Fault("kill", "a", "gateway"), True),
+        ("away", Fault("kill", "b", "gateway"), False),
+        ("refused", Fault("kill", "b", "prefill"), True),
     ],
 )
 def test_a_try_may_break_by_a_fault_of_its_gateway_alone(
@@ -103,6 +113,9 @@ def test_a_process_that_holds_ever_more_is_named() -> None:
     assert len(leaks("decode on a", held(*more))) == 2
     level = [(GROWTH_BYTES * (number % 2), 100 * (number % 2)) for number in range(NUM_LOOKS)]
     assert leaks("decode on a", held(*level)) == [], "it comes and goes"
+    processes = [(0, number) for number in range(NUM_LOOKS)]
+    assert leaks("host a", held(*processes)) == ["host a has 11 processes more"]
+    assert leaks("decode on a", held(*processes)) == []
 
 
 def test_a_process_that_ended_early_says_nothing_about_growth() -> None:

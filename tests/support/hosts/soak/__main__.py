@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
+import statistics
 import sys
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import mooncake
-from benchmarks.support.servers import load, machine
+from benchmarks.support.servers import machine
 from tests.support.hosts.hosts import Hosts
 from tests.support.hosts.soak.cluster import ROLES, SoakCluster, until
 from tests.support.hosts.soak.faults import KINDS, draw
@@ -41,6 +44,8 @@ SILENCE_S = 60.0
 """A try that hears nothing for so long is given up."""
 STEP_S, LOOK_S = 0.5, 5.0
 LENGTHS = (8, 24, 64)
+LEAVES = 0.1
+"""The share of those who get a stream that hangs up in the middle of it."""
 PROMPTS = [
     f"{beginning} " + "The quick brown fox jumps over the lazy dog. " * count
     for beginning in ("Tell me more.", "Once upon a time.")
@@ -56,6 +61,8 @@ class Soak:
         self._spans: list[Span] = []
         self._problems: list[str] = []
         self._looked_s = float("-inf")
+        self._loads: list[float] = []
+        self._cpu_s = 0.0
 
     def run(self) -> dict[str, Any]:
         """Do it all; return the figures."""
@@ -67,7 +74,7 @@ class Soak:
             self._watch = Watch(list(self._cluster.machines.values()))
             plan = {
                 "prompts": PROMPTS, "lengths": LENGTHS, "seed": self._seed, "rate": self._rate,
-                "silence_s": SILENCE_S, "most": MOST,
+                "silence_s": SILENCE_S, "most": MOST, "leaves": LEAVES,
             }  # fmt: skip
             self._cluster.start_asker(plan)
             began_s = time.time()
@@ -75,9 +82,15 @@ class Soak:
                 raise RuntimeError("the cluster does not start; its logs are in the folder")
             self._cluster.asker.begin()
             began_s = time.time()
-            self._have_faults(began_s + self._seconds)
-            self._end()
-        return self._figures(time.time() - began_s)
+            try:
+                self._have_faults(began_s + self._seconds)
+                self._end()
+            except Exception as error:  # what was found until then is told all the same
+                traceback.print_exc()
+                self._problems.append(f"the soak itself failed: {error!r}")
+            seconds = time.time() - began_s
+        self._cpu_s = sum(os.times()[:4])  # of the hosts, too: they are children that have ended
+        return self._figures(seconds)
 
     def _step(self) -> None:
         time.sleep(STEP_S)
@@ -85,6 +98,7 @@ class Soak:
         if time.monotonic() > self._looked_s + LOOK_S:
             self._looked_s = time.monotonic()
             self._watch.look()
+            self._loads.append(os.getloadavg()[0])
 
     def _rest(self, seconds: float) -> None:
         until(lambda: False, seconds, self._step)
@@ -138,15 +152,21 @@ class Soak:
             if found := leaks(name, samples):
                 kinds = self._watch.kinds[name, boot]
                 self._problems += [f"{each}; descriptors: {kinds}" for each in found]
+        asked = {each["asked"] for each in self._cluster.asker.seen if "asked" in each}
+        lost = asked - {answer["answer"] for answer in answers}
+        self._problems += [f"request {each} never ended" for each in sorted(lost)]
         pauses = [(at_s, length) for answer in answers for at_s, length in answer["pauses"]]
         return {
             "seed": self._seed,
             "minutes": round(seconds / 60.0, 1),
             "requests_a_second": self._rate,
             "machine": machine(),
-            "load": load(),
+            "load": [f"{of(self._loads):.1f}" for of in (min, statistics.median, max)],
+            "cores": round(self._cpu_s / seconds, 2),
             "requests": len(answers),
             "streamed": sum(answer["stream"] for answer in answers),
+            "tokens": sum(len(each["tries"][-1].get("ids", [])) for each in answers),
+            "lost": len(lost),
             "tries": Counter(one["how"] for answer in answers for one in answer["tries"]),
             "faults": pauses_by_kind(self._spans, pauses),
             "growth": held_by_role(self._watch.seen),
@@ -184,8 +204,10 @@ def report(figures: dict[str, Any]) -> str:
     tries = ", ".join(f"{how} {number}" for how, number in sorted(figures["tries"].items()))
     lines = [
         f"{figures['requests']} requests in {figures['minutes']} minutes, seed {figures['seed']}, "
-        f"{figures['streamed']} of them streamed; tries: {tries}. {figures['machine']}, load "
-        f"{figures['load']}.",
+        f"{figures['streamed']} of them streamed; tries: {tries}. {figures['tokens']} tokens, "
+        f"{figures['lost']} requests lost, {len(figures['problems'])} problems. "
+        f"{figures['machine']}, load (least, median, most) {', '.join(figures['load'])}, of which "
+        f"{figures['cores']} cores are its own.",
         "",
         "| fault | times | longest pause of a stream, s | whole again after, s (median, longest) |",
         "|---|---|---|---|",

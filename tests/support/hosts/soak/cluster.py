@@ -50,6 +50,7 @@ class SoakCluster:
         self._ups = {name: self._cluster.up(host) for name, host in self.machines.items()}
         self._folders = folder / "folders"
         self._asker: Asker | None = None
+        self._missed: list[str] = []
 
     def start_asker(self, plan: dict[str, Any]) -> None:
         """Start the program that asks the gateways as `plan` says, beside where they are."""
@@ -86,12 +87,20 @@ class SoakCluster:
             with contextlib.suppress(OSError, ValueError):
                 up.send(signal.SIGTERM)
         codes = {name: up.process.wait(120) for name, up in self._ups.items()}
-        return [f"`mooncake up` on {name} ends with {code}" for name, code in codes.items() if code]
+        wrong = [
+            f"`mooncake up` on {name} ends with {code}" for name, code in codes.items() if code
+        ]
+        return self._missed + wrong
 
-    def _kill(self, host: Host, pattern: str, number: int) -> None:
-        """Send a signal to what runs with such words; there may be none."""
+    def _kill(self, host: Host, pattern: str, number: int) -> bool:
+        """Send a signal to what runs with such words; return whether there was something."""
         words = f"kill -{number} $(pgrep -f '[{pattern[0]}]{pattern[1:]}')"
-        host.run("sh", "-c", words).process.wait(60)
+        return host.run("sh", "-c", words).process.wait(60) == 0
+
+    def _hit(self, host: Host, fault: Fault, number: int) -> None:
+        """Send a signal to the one process that a fault is for."""
+        if not self._kill(host, f"role={fault.what}", number):
+            self._missed.append(f"nothing was there to be hit by {fault}")
 
     def begin(self, fault: Fault) -> Callable[[], None]:
         """Have a fault begin; return what ends it."""
@@ -102,7 +111,7 @@ class SoakCluster:
 
         match fault.kind:
             case "kill":
-                self._kill(host, f"role={fault.what}", signal.SIGKILL)
+                self._hit(host, fault, signal.SIGKILL)
                 return lambda: None
             case "kill up":  # and what is left of it, as systemd does
                 self._ups[fault.host].stop(signal.SIGKILL)
@@ -125,11 +134,14 @@ class SoakCluster:
                 host.lose_way_to(other)
                 return lambda: host.find_way_to(other)
             case "stop":
-                self._kill(host, f"role={fault.what}", signal.SIGSTOP)
-                return lambda: self._kill(host, f"role={fault.what}", signal.SIGCONT)
+                self._hit(host, fault, signal.SIGSTOP)
+                return lambda: self._hit(host, fault, signal.SIGCONT)
             case "slow link":
                 host.slow_down(f"{fault.size}mbit")
                 return lambda: host.slow_down("10gbit")
+            case "loss":
+                host.lose(fault.size)
+                return lambda: host.lose(0.0)
             case "slow disk":
                 host.slow_disk(fault.size)
                 return lambda: host.slow_disk(0.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 ALL = (
     "kill", "kill", "kill", "kill up", "vanish", "unplug", "one way", "stop", "slow link",
-    "slow disk", "full disk", "clock",
+    "loss", "slow disk", "full disk", "clock",
 )  # fmt: skip
 """Kinds, the most frequent ones more than once."""
 KINDS = tuple(dict.fromkeys(ALL))
@@ -24,7 +24,7 @@ class Fault:
     """The role of the process that it happens to, or the other host of a link."""
     seconds: float = 0.0
     size: float = 0.0
-    """Seconds that a clock is off or a disk takes more, or Mbit/s of a link."""
+    """Seconds that a clock is off or a disk takes more, Mbit/s of a link, or the share it loses."""
 
     @property
     def cuts(self) -> bool:
@@ -59,6 +59,8 @@ def draw(chance: random.Random, roles: Mapping[str, Sequence[str]]) -> Fault:
             return Fault(kind, host, role, seconds)
         case "slow link":
             return Fault(kind, host, "", seconds, chance.choice([2.0, 10.0, 50.0]))
+        case "loss":
+            return Fault(kind, host, "", seconds, chance.choice([0.01, 0.05, 0.2]))
         case "slow disk":
             return Fault(kind, host, "", seconds, chance.choice([0.02, 0.2, 2.0]))
         case "clock":

@@ -5,7 +5,8 @@ its own, which runs on a host with the standard library alone.
 
 PLAN is a file of JSON. A try that hears nothing for its `silence_s` is given up, and while `most`
 answers are still to come nothing more is asked. Lines of JSON on stdout say what the gateways know,
-and how each answer came about, with all tries that it took. SIGUSR1 begins the asking, the first
+and how each answer came about, with all tries that it took. The share `leaves` of those who get a
+stream hangs up in the middle of it. SIGUSR1 begins the asking, the first
 SIGTERM ends it, and the second one the program, once all answers have come.
 """
 
@@ -75,6 +76,7 @@ class Load:
             if full:
                 self._say({"not_sent": number})
             else:
+                self._say({"asked": number})
                 threading.Thread(target=self._answer, args=(number, chance), daemon=True).start()
             number += 1
 
@@ -87,10 +89,14 @@ class Load:
         prompts, began_s = self._plan["prompts"], time.time()
         prompt, at = chance.randrange(len(prompts)), chance.randrange(len(self._plan["hosts"]))
         body = {
-            "prompt": prompts[prompt], "max_tokens": chance.choice(self._plan["lengths"]),
-            "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+            "prompt": prompts[prompt],
+            "max_tokens": chance.choice(self._plan["lengths"]),
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
             "stream": chance.random() < 0.7,
-        }  # fmt: skip
+        }
+        leaves = body["stream"] and chance.random() < self._plan.get("leaves", 0.0)  # fmt: skip
         if body["stream"]:
             body["stream_options"] = {"include_usage": True}
         tries: list[dict[str, Any]] = []
@@ -100,7 +106,7 @@ class Load:
             key, one = f"soak-{self._plan['seed']}-{number}", {"host": where, "from_s": time.time()}
             tries.append(one)
             try:
-                one |= self._ask(where, key, body, one, times)
+                one |= self._ask(where, key, body, one, times, leaves)
             except Away as error:
                 one |= {"how": "away", "why": repr(error.__cause__)}
             except TimeoutError:
@@ -130,10 +136,11 @@ class Load:
         return connection
 
     def _ask(
-        self, host: str, key: str, body: dict[str, Any], one: dict[str, Any], times: list[float]
-    ) -> dict[str, Any]:
+        self, host: str, key: str, body: dict[str, Any], one: dict[str, Any], times: list[float],
+        leaves: bool,
+    ) -> dict[str, Any]:  # fmt: skip
         """Ask a gateway; note its tokens in `one` as they come, and when new ones came in `times`.
-        Return how it ended.
+        A client that `leaves` closes the connection at the first tokens. Return how it ended.
         """
         connection = self._connect(host)
         try:
@@ -163,6 +170,8 @@ class Load:
                         ids += choice.get("token_ids") or []
                         ends += [choice["finish_reason"]] if choice["finish_reason"] else []
                     times += [time.time()] * (len(ids) - len(times))
+                    if leaves and ids:
+                        return {"how": "left"}
                     one["usage"] = chunk.get("usage") or one.get("usage")
                     one["after_done"] = one.get("after_done", 0) + num_done
             if not num_done:

@@ -33,16 +33,25 @@ class Span:
         """Whether it was at some moment of this time, or just before."""
         return self.from_s <= to_s and from_s <= self.to_s + SETTLE_S
 
+    def lames(self, from_s: float, to_s: float) -> bool:
+        """Whether processes were missing for it at some moment of this time, or just before."""
+        whole_s = float("inf") if self.whole_s is None else self.whole_s
+        return self.from_s <= to_s and from_s <= whole_s + SETTLE_S
+
 
 def problems_of(
     answer: Mapping[str, Any], right: Sequence[int], spans: Sequence[Span]
 ) -> list[str]:
     """Return what is wrong with a request: it did not end exactly once with the `right` tokens, a
-    try had others, or a try broke although nothing had happened to its gateway.
+    try had others, it was refused by a cluster that was whole, or a try broke although nothing had
+    happened to its gateway.
     """
     found = []
+    last = answer["tries"][-1]
     for one in answer["tries"]:
         ids, ends = one.get("ids", []), one.get("ends", [])
+        lame = [span.fault.host for span in spans if span.lames(one["from_s"], one["to_s"])]
+        usage = one.get("usage") or {}
         near = [
             span.fault
             for span in spans
@@ -55,13 +64,19 @@ def problems_of(
                 found.append(f"{len(ids)} of {len(right)} tokens, ended by {ends}")
             case "whole" if answer["stream"] and (one["num_done"], one["after_done"]) != (1, 0):
                 found.append("its stream goes on after its end")
+            case "whole" if usage.get("completion_tokens", len(right)) != len(right):
+                found.append(f"its usage is {usage}")
+            case "away" if one["host"] not in lame:
+                found.append(f"its gateway took no connection without a fault: {one['why']}")
+            case "refused" if not lame:
+                found.append(f"refused by a whole cluster: {one['why']}")
             case "cut" if not any(fault.cuts for fault in near):
                 found.append(f"cut without a fault of its gateway: {one['why']}")
             case "silent" if not any(fault.silences for fault in near):
                 found.append("no word without a fault of its gateway")
             case "failed":
                 found.append(f"failed: {one['why']}")
-    if answer["tries"][-1]["how"] != "whole":
+    if last["how"] not in ("whole", "left"):
         found.append(f"no answer after {len(answer['tries'])} tries")
     return [f"request {answer['answer']}: {each}" for each in found]
 
@@ -72,8 +87,11 @@ class Sample:
 
     at_s: float
     num_bytes: int
-    """Bytes of memory that is neither a file's nor shared: pages and pools of blocks are shared."""
+    """Bytes of memory that is neither a file's nor shared: pages and pools of blocks are shared.
+    Of a whole host: what its file systems in memory hold, to which those belong.
+    """
     num_fds: int
+    """Of a whole host: its processes."""
 
 
 def lowest(samples: Iterable[Sample], from_s: float, to_s: float) -> tuple[int, int] | None:
@@ -105,8 +123,9 @@ def leaks(name: str, samples: Sequence[Sample]) -> list[str]:
     found = []
     if grown[0] > GROWTH_BYTES:
         found.append(f"{name} has grown by {grown[0] / 2**20:.0f} MiB")
-    if grown[1] > GROWTH_FDS:
-        found.append(f"{name} has {grown[1]} descriptors more")
+    what, most = ("processes", 6) if name.startswith("host ") else ("descriptors", GROWTH_FDS)
+    if grown[1] > most:
+        found.append(f"{name} has {grown[1]} {what} more")
     return found
 
 

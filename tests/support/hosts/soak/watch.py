@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from collections import Counter, defaultdict
@@ -14,6 +15,8 @@ from tests.support.hosts.soak.verdict import Sample
 
 _ROLE = re.compile(rb"--role=(\w+)\0")
 _UP = re.compile(rb"mooncake\0up\0")
+MEMORY = ("tmp", "home", "dev/shm")
+"""File systems of a host that lie in memory."""
 
 
 class Watch:
@@ -35,7 +38,11 @@ class Watch:
                 self._look_at(host)
 
     def _look_at(self, host: Host) -> None:
-        for place in host.path("/proc").glob("[0-9]*"):
+        root, running = host.path(""), list(host.path("/proc").glob("[0-9]*"))
+        num_bytes = sum(map(_num_held, (root / name for name in MEMORY)))
+        self.kinds[key := (f"host {host.name}", str(root))] = Counter()
+        self.seen[key].append(Sample(time.time(), num_bytes, len(running)))
+        for place in running:
             with contextlib.suppress(OSError):  # it ends meanwhile
                 words = (place / "cmdline").read_bytes()
                 role = "up" if _UP.search(words) else ""
@@ -50,6 +57,12 @@ class Watch:
                 key = (f"{role} on {host.name}", f"{place.name} {born}")
                 self.kinds[key] = Counter(opened)
                 self.seen[key].append(Sample(time.time(), num_bytes, len(opened)))
+
+
+def _num_held(place: Path) -> int:
+    """Return how many bytes a file system holds."""
+    found = os.statvfs(place)
+    return found.f_frsize * (found.f_blocks - found.f_bfree)
 
 
 def _kind(descriptor: Path) -> str:
