@@ -29,7 +29,7 @@ from mooncake.api.bounds import (
 )
 from mooncake.base import GenerateRequest, Grammar, SamplingParams, pack_tokens
 from mooncake.base.request import request_finish
-from mooncake.engine.plan import SequenceStart
+from mooncake.engine.sequence import Sequence as EngineSequence
 from mooncake.launch.host import environment
 from mooncake.model.backends import Backends
 from mooncake.model.grammars.following import Grammars
@@ -97,14 +97,7 @@ class Batch:
         ]
         begun = time.thread_time()
         for number, request in enumerate(self._requests):
-            self._sampler.start(
-                SequenceStart(
-                    sequence_id=number,
-                    sampling=request.sampling,
-                    prompt_tokens=PROMPT,
-                    output_tokens=[],
-                )
-            )
+            self._sampler.start(EngineSequence(number, request))
         self.begin_ms = 1e3 * (time.thread_time() - begun)
 
     def step(self, logits: torch.Tensor) -> float:

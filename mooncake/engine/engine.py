@@ -39,7 +39,6 @@ from mooncake.engine.cost import StepCostModel
 from mooncake.engine.plan import (
     Counted,
     Runner,
-    SequenceStart,
     StepPlan,
     StepResult,
     StepSlot,
@@ -423,12 +422,13 @@ class Engine:
     def _submit(self, batch: Batch, now: float) -> None:
         step_id = self._next_step_id
         self._next_step_id += 1
-        starts: list[SequenceStart] = []
+        starts: list[Sequence] = []
         slots: list[StepSlot] = []
         sequences: list[Sequence] = []
         for sequence, num_tokens in batch.shares.values():
             if not sequence.known_to_runner:
-                starts.append(self._start(sequence, now))
+                self._count_start(sequence, now)
+                starts.append(sequence)
             start = sequence.num_computed + sequence.num_in_flight
             drafts = batch.drafts.get(sequence.sequence_id, [])
             slots.append(
@@ -458,19 +458,13 @@ class Engine:
         self._batcher.sharing.commit(batch.share)
         self._runner.submit(plan)
 
-    def _start(self, sequence: Sequence, now: float) -> SequenceStart:
+    def _count_start(self, sequence: Sequence, now: float) -> None:
         sequence.known_to_runner = True
         if sequence.started_s is None:
             sequence.started_s = now
             self.counters["sequences_started"] += 1
             self.counters["tokens_reused"] += sequence.num_cached_tokens
             self.counters["wait_s"] += now - sequence.added_s
-        return SequenceStart(
-            sequence_id=sequence.sequence_id,
-            sampling=sequence.request.sampling,
-            prompt_tokens=sequence.prompt_tokens,
-            output_tokens=list(sequence.output_tokens),
-        )
 
     def _commit(
         self, sequence: Sequence, num_computed: int, logprobs: list[TokenLogprobs] | None

@@ -1,36 +1,24 @@
 """The plan of one step (`StepPlan`), its result (`StepResult`) and the ports of what runs it: plain
-values, no tensors, no back-references.
+values, no tensors.
 
-Facts are sent once: a sequence's sampling settings and history travel in its `SequenceStart`; later
-steps name it by `sequence_id` and send only new tokens. So the same values drive one runner in this
-process or many ranks.
+A plan says once what is not new in every step: it brings the sequence itself, of which the runner
+reads the request and the output so far. Later steps name it by `sequence_id` and bring only new
+tokens. So the same values drive one runner in this process or many ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
 from mooncake.base.mailbox import Polled
-from mooncake.base.request import Failure, Grammar, SamplingParams, TokenLogprobs
+from mooncake.base.request import Failure, Grammar, TokenLogprobs
 from mooncake.engine.ranks.kv_moves import OfRank
+from mooncake.engine.sequence import Sequence
 
 BY_MODEL = -1
 """Stands for a draft that the runner makes itself from the states that it holds."""
-
-
-class SequenceStart(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence that is new to the runner, or that the runner was told to forget."""
-
-    sequence_id: int
-    sampling: SamplingParams
-    prompt_tokens: Sequence[int]
-    output_tokens: list[int]
-    """Tokens that were sampled before (elsewhere, or before a preemption). Penalties and seeds
-    count them.
-    """
 
 
 class StepSlot(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +51,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One forward pass."""
 
     step_id: int
-    starts: list[SequenceStart]
+    starts: list[Sequence]
+    """Sequences that are new to the runner, or that it was told to forget. Penalties and seeds
+    count the output that they come with. The engine appends no token to it before the end of a step
+    that samples one, so a runner on a thread of its own may read it when it begins this step.
+    """
     slots: list[StepSlot]
     ended: list[int]
     """Sequences that the runner may forget, before anything else in this step. A sequence that was

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mooncake.base import KvLayout, PageArray, SamplingParams
-from mooncake.engine.plan import SequenceStart, StepPlan
+from mooncake.engine.plan import StepPlan
 from mooncake.model import copies, placing, rank_device
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.copies import LayerReports
@@ -26,6 +26,7 @@ from tests.support.cuda.install import emulated
 from tests.support.cuda.mutants import Wait, waits_of, without
 from tests.support.cuda.ops import reference_ops
 from tests.support.cuda.streams import ORDERS
+from tests.support.engine.fake_runner import sequence_of
 from tests.support.model.tiny_models import slot
 from tests.support.waiting import LONG_S
 
@@ -127,9 +128,7 @@ def pages_behind_a_wrong_guess(path: Path, _: object) -> None:
 def a_step_that_samples_nothing(path: Path, _: object) -> None:
     """Pages of a step are read as soon as its result is there."""
     with served(path, "cuda") as engine:
-        start = SequenceStart(
-            sequence_id=1, sampling=SamplingParams(), prompt_tokens=prompt(20, 3), output_tokens=[]
-        )
+        start = sequence_of(1, SamplingParams(), prompt(20, 3))
         slots = [slot(1, 0, prompt(16, 3), [PAGE], sample=False)]
         plan = StepPlan(step_id=0, starts=[start], slots=slots, ended=[], report_layers=False)
         engine.runner.submit(plan)

@@ -21,7 +21,6 @@ from mooncake_kernels.triton import mla_decode, mla_prefill
 from mooncake_kernels.tuning import DecodeTile
 
 from mooncake.base import KvLayout, SamplingParams
-from mooncake.engine.plan import SequenceStart
 from mooncake.engine.ranks.step_log import CapturedSizes, Measure
 from mooncake.model.backends import Backends
 from mooncake.model.compiling import META
@@ -34,6 +33,7 @@ from mooncake.model.layers.sampler import Sampler, sampling_ops
 from mooncake.model.measuring import measure_memory
 from mooncake.model.memory import GpuMemory
 from mooncake.model.running.computed_step import capture_steps
+from tests.support.engine.fake_runner import sequence_of
 from tests.support.kernels import hopper_table
 from tests.support.kernels.launch_notes import Launch, noted_launches, variants
 from tests.support.kernels.step_launches import model_of
@@ -202,11 +202,7 @@ def test_once_tried_out_sampling_compiles_nothing() -> None:
             for row in range(rows):
                 penalty = 1.5 if row < penalized else 1.0
                 sampling = SamplingParams(repetition_penalty=penalty, temperature=row % 2)
-                sampler.start(
-                    SequenceStart(
-                        sequence_id=row, sampling=sampling, prompt_tokens=[1], output_tokens=[]
-                    )
-                )
+                sampler.start(sequence_of(row, sampling, [1]))
             sampler.begin(torch.zeros(rows, 1000), range(rows))
     assert {name: len(each) for name, each in variants(known).items()} == {
         "_draw": 1, "_penalize": 1

@@ -145,7 +145,7 @@ def test_grammars_are_prepared_before_their_first_step(num_prefill: int, num_byt
         for role, runner in ((r, one) for r in waiting for one in cluster.world.runners(r)):
             assert isinstance(runner, HeapRunner)
             starts = [start for plan in runner.inner.plans for start in plan.starts]
-            bound = [start for start in starts if start.sampling.grammar is not None]
+            bound = [start for start in starts if start.request.sampling.grammar is not None]
             if runner.inner.prepared:
                 waiting[role] = 0
             assert runner.inner.prepared == [grammar] or not bound, "it came unprepared"

@@ -13,10 +13,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from mooncake.base import Clock, ConfigError, CostSample, InternalError, Role, SamplingParams
+from mooncake.base import (
+    Clock,
+    ConfigError,
+    CostSample,
+    GenerateRequest,
+    InternalError,
+    Role,
+    SamplingParams,
+    pack_tokens,
+)
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.cost import StepCostModel
-from mooncake.engine.plan import PolledRunner, SequenceStart, StepPlan, StepResult, StepSlot
+from mooncake.engine.plan import PolledRunner, StepPlan, StepResult, StepSlot
+from mooncake.engine.sequence import Sequence as EngineSequence
 
 BUDGET_S = 2.0
 """No further step is started after this long; the first two always run."""
@@ -119,24 +129,24 @@ def _plans(shapes: Sequence[Shape], config: EngineConfig) -> Iterator[StepPlan]:
     ids = count(-1, -1)  # ids that the engine never uses
     ended: list[int] = []
     for number, (sequences, new, before) in enumerate(shapes):
-        starts, slots = [], []
+        starts: list[EngineSequence] = []
+        slots: list[StepSlot] = []
         pages_each = config.num_pages(new + before)
         for index in range(sequences):
             sequence_id = next(ids)
             first = index * pages_each
-            starts.append(
-                SequenceStart(
-                    sequence_id=sequence_id,
-                    sampling=SamplingParams(temperature=0.0),
-                    prompt_tokens=_tokens(index, before + new),
-                    output_tokens=[],
-                )
+            tokens = _tokens(index, before + new)
+            request = GenerateRequest(
+                request_id="",
+                prompt=pack_tokens(tokens),
+                sampling=SamplingParams(temperature=0.0),
             )
+            starts.append(EngineSequence(sequence_id, request))
             slots.append(
                 StepSlot(
                     sequence_id=sequence_id,
                     start=before,
-                    tokens=_tokens(index, before + new)[before:],
+                    tokens=tokens[before:],
                     pages=list(range(first, first + pages_each)),
                     sample=True,
                 )

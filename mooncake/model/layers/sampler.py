@@ -21,15 +21,17 @@ from mooncake_kernels.reference import sampling as on_device
 
 from mooncake.base import (
     Failure,
+    GenerateRequest,
     Grammar,
     InternalError,
     MooncakeError,
     SamplingParams,
     TokenLogprobs,
     Unavailable,
+    pack_tokens,
 )
 from mooncake.base.bounded_map import BoundedMap
-from mooncake.engine.plan import SequenceStart
+from mooncake.engine.sequence import Sequence as EngineSequence
 from mooncake.model.backends import Backends
 from mooncake.model.copies import Arriving, Copies, HostCopies
 from mooncake.model.grammars.following import Follower, Grammars
@@ -126,13 +128,13 @@ class Sampler:
         self._shared: BoundedMap[tuple[int, ...], _Shared] = BoundedMap(MAX_SHARED)
         """Identities of lists -> what is made of them. Those used last are at the end."""
 
-    def start(self, start: SequenceStart) -> None:
+    def start(self, start: EngineSequence) -> None:
         """Add a sequence, new or resumed (`output_tokens` not empty).
 
         It replaces a sequence with the same id.
         """
         self.forget(start.sequence_id)
-        sampling = start.sampling
+        sampling = start.request.sampling
         shared = self._shared_of(sampling)
         place = None
         if (
@@ -264,10 +266,9 @@ class Sampler:
         assert not self._sequences, "there are sequences already"
         costly = SamplingParams(temperature=0.5, top_k=50, top_p=0.9, min_p=0.01,
                                 repetition_penalty=1.1, presence_penalty=0.1)  # fmt: skip
+        request = GenerateRequest(request_id="", prompt=pack_tokens([0]), sampling=costly)
         for row in range(len(logits)):
-            self.start(
-                SequenceStart(sequence_id=row, sampling=costly, prompt_tokens=[], output_tokens=[])
-            )
+            self.start(EngineSequence(sequence_id=row, request=request))
         self.begin(logits, range(len(logits)))
         for row in range(len(logits)):
             self.forget(row)

@@ -24,13 +24,13 @@ from mooncake.engine.plan import (
     Counted,
     LayerDone,
     RunnerEvent,
-    SequenceStart,
     StepPlan,
     StepResult,
     StepSlot,
 )
 from mooncake.engine.ranks.kv_moves import ALL_LAYERS, OfRank
 from mooncake.engine.ranks.step_log import Way
+from mooncake.engine.sequence import Sequence as EngineSequence
 from mooncake.model.copies import Copies, HostCopies, LayerReports
 from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.drafts.model_drafts import DraftLayer, ModelDrafts
@@ -103,7 +103,7 @@ class ModelRunner:
         """How many windows of experts' rows were reported."""
         self._asked = 0
         """The last step that another instance has begun."""
-        self._starts: dict[int, SequenceStart] = {}
+        self._starts: dict[int, EngineSequence] = {}
         self._plans: queue.SimpleQueue[StepPlan | int | None] = queue.SimpleQueue()
         """Plans, and the numbers of steps that others begin; None ends the queue."""
         self._untold: queue.SimpleQueue[StepPlan | None] | None = None
@@ -388,7 +388,7 @@ class ModelRunner:
         )  # fmt: skip
         logprobs: dict[int, list[TokenLogprobs]] = {s.sequence_id: [] for s in self._whole(plan)}
         for slot, begin, piece in computed.prompt_logits():
-            num = self._starts[slot.sequence_id].sampling.num_prompt_logprobs
+            num = self._starts[slot.sequence_id].request.sampling.num_prompt_logprobs
             assert num is not None
             following = self._following(slot)[begin : begin + len(piece)]
             logprobs[slot.sequence_id] += self._sampler.prompt_logprobs(piece, following, num)
@@ -527,7 +527,7 @@ class ModelRunner:
             end.reached()
 
     def _logprobs_wanted(self, sequence_id: int) -> bool:
-        return self._starts[sequence_id].sampling.num_prompt_logprobs is not None
+        return self._starts[sequence_id].request.sampling.num_prompt_logprobs is not None
 
     def _following(self, slot: StepSlot) -> Sequence[int]:
         """Return the prompt tokens that follow each token of a slot."""

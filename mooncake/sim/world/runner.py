@@ -98,7 +98,7 @@ class SimRunner:
         for sequence_id in plan.ended:
             self._known.pop(sequence_id, None)
         for start in plan.starts:
-            known = _Known(start.sampling, len(start.output_tokens))
+            known = _Known(start.request.sampling, len(start.output_tokens))
             self._known[start.sequence_id] = known
         self._start(plan, self._cost.seconds(plan))
 

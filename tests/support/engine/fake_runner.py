@@ -14,16 +14,17 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b, shake_128
 
+from mooncake.base.blocks import pack_tokens
 from mooncake.base.kv_layout import KvLayout
 from mooncake.base.request import GenerateRequest, Grammar, SamplingParams, TokenLogprobs
 from mooncake.engine.plan import (
     LayerDone,
     RunnerEvent,
-    SequenceStart,
     StepPlan,
     StepResult,
     StepSlot,
 )
+from mooncake.engine.sequence import Sequence as Running
 
 VOCAB_SIZE = 97
 
@@ -116,11 +117,22 @@ def expected_output(
     return outputs
 
 
+def sequence_of(
+    sequence_id: int,
+    sampling: SamplingParams,
+    prompt_tokens: Sequence[int],
+    output_tokens: Sequence[int] = (),
+) -> Running:
+    """Return a sequence with these tokens, as a plan brings it to a runner."""
+    request = GenerateRequest(request_id="r", prompt=pack_tokens(prompt_tokens), sampling=sampling)
+    return Running(sequence_id, request, output_tokens=list(output_tokens))
+
+
 class _State:
     """What the runner keeps of a sequence."""
 
-    def __init__(self, layout: KvLayout, start: SequenceStart) -> None:
-        self.sampling = start.sampling
+    def __init__(self, layout: KvLayout, start: Running) -> None:
+        self.sampling = start.request.sampling
         self.num_prompt_tokens = len(start.prompt_tokens)
         self.history = History(layout, [*start.prompt_tokens, *start.output_tokens])
         self.pages: list[int] = []

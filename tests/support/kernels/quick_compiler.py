@@ -25,7 +25,6 @@ from triton.runtime.jit import JITFunction
 from mooncake.base import SamplingParams
 from mooncake.cli.main import run
 from mooncake.cli.models import compile as command
-from mooncake.engine.plan import SequenceStart
 from mooncake.engine.ranks.step_log import CapturedSizes
 from mooncake.launch.config.plan import make_plan
 from mooncake.model.compiling import META, model_without_numbers
@@ -33,6 +32,7 @@ from mooncake.model.inputs import build_inputs
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.layers.sampler import Sampler, sampling_ops
 from mooncake.model.running.computed_step import capture_steps
+from tests.support.engine.fake_runner import sequence_of
 from tests.support.model.tiny_models import slot
 
 ROWS = (
@@ -107,11 +107,7 @@ def launch(folder: Path, words: list[str]) -> dict[str, int]:
             for rows in (1, 3, 7):
                 for row in range(rows):
                     sampling = SamplingParams(repetition_penalty=1.5 if row % 2 else 1.0)
-                    sampler.start(
-                        SequenceStart(
-                            sequence_id=row, sampling=sampling, prompt_tokens=[1], output_tokens=[]
-                        )
-                    )
+                    sampler.start(sequence_of(row, sampling, [1]))
                 sampler.begin(torch.zeros(rows, model.spec.vocab_size), range(rows))
     return dict(shipped._counts)
 

@@ -6,7 +6,8 @@ import pytest
 
 from benchmarks.support.profiled_cost import ProfiledCost
 from mooncake.base import ConfigError, CostSample, SamplingParams
-from mooncake.engine.plan import SequenceStart, StepPlan, StepSlot
+from mooncake.engine.plan import StepPlan, StepSlot
+from tests.support.engine.fake_runner import sequence_of
 
 SHAPES = (
     (1, 32, 0), (1, 256, 0), (1, 64, 512), (1, 512, 0), (1, 256, 1024), (1, 64, 2048),
@@ -34,10 +35,7 @@ def plan(*shapes: tuple[int, int]) -> StepPlan:
     starts, slots = [], []
     for number, (new, before) in enumerate(shapes):
         starts.append(
-            SequenceStart(
-                sequence_id=number, sampling=SamplingParams(), prompt_tokens=[1] * (new + before),
-                output_tokens=[],
-            )
+            sequence_of(number, SamplingParams(), [1] * (new + before))
         )  # fmt: skip
         slots.append(
             StepSlot(sequence_id=number, start=before, tokens=[1] * new, pages=[], sample=True)

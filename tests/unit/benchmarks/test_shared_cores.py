@@ -9,9 +9,10 @@ import pytest
 
 from benchmarks.support.shared_cores import SharedCores, SharedRunner
 from mooncake.base import SamplingParams
-from mooncake.engine.plan import LayerDone, SequenceStart, StepPlan, StepResult, StepSlot
+from mooncake.engine.plan import LayerDone, StepPlan, StepResult, StepSlot
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.runner import sampled_token
+from tests.support.engine.fake_runner import sequence_of
 
 
 class OneSecond:
@@ -21,9 +22,7 @@ class OneSecond:
 
 
 def step(step_id: int, *, report_layers: bool = False) -> StepPlan:
-    start = SequenceStart(
-        sequence_id=step_id, sampling=SamplingParams(seed=5), prompt_tokens=[1], output_tokens=[]
-    )
+    start = sequence_of(step_id, SamplingParams(seed=5), [1])
     slot = StepSlot(sequence_id=step_id, start=0, tokens=[1], pages=[0], sample=True)
     return StepPlan(
         step_id=step_id, starts=[start], slots=[slot], ended=[], report_layers=report_layers

@@ -7,21 +7,23 @@ from typing import Any
 import pytest
 
 from mooncake.base.request import SamplingParams
-from mooncake.engine.plan import LayerDone, SequenceStart, StepPlan, StepResult, StepSlot
+from mooncake.engine.plan import LayerDone, StepPlan, StepResult, StepSlot
 from tests.support.engine.engines import request
-from tests.support.engine.fake_runner import FakeRunner, History, expected_output, small_layout
+from tests.support.engine.fake_runner import (
+    FakeRunner,
+    History,
+    Running,
+    expected_output,
+    sequence_of,
+    small_layout,
+)
 
 LAYOUT = small_layout()
 PROMPT = [1, 2, 3, 4, 5, 6]
 
 
-def start(prompt: list[int] = PROMPT, sequence_id: int = 1, **sampling: Any) -> SequenceStart:
-    return SequenceStart(
-        sequence_id=sequence_id,
-        sampling=SamplingParams(**sampling),
-        prompt_tokens=prompt,
-        output_tokens=[],
-    )
+def start(prompt: list[int] = PROMPT, sequence_id: int = 1, **sampling: Any) -> Running:
+    return sequence_of(sequence_id, SamplingParams(**sampling), prompt)
 
 
 def slot(first: int, tokens: list[int], pages: list[int], **fields: Any) -> StepSlot:

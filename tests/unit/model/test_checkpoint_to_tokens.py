@@ -10,12 +10,12 @@ import torch
 import transformers
 
 from mooncake.base import SamplingParams
-from mooncake.engine.plan import SequenceStart
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
+from tests.support.engine.fake_runner import sequence_of
 from tests.support.model.tiny_models import forward, kv_for, random_tokens, slot
 
 CPU = torch.device("cpu")
@@ -40,11 +40,7 @@ def generate(
     while len(output) < NUM_OUTPUT:
         if len(output) in (0, before):
             sampler = Sampler(model.spec.vocab_size)
-            sampler.start(
-                SequenceStart(
-                    sequence_id=5, sampling=sampling, prompt_tokens=prompt, output_tokens=output
-                )
-            )
+            sampler.start(sequence_of(5, sampling, prompt, output))
         tokens = (prompt + output)[computed:]
         logits = forward(model, kv, [slot(5, computed, tokens, pages)])[5]
         output = [*output, *sampler.sample(logits[-1:], [5])[0]]

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from mooncake.base import SamplingParams, TokenLogprobs
-from mooncake.engine.plan import SequenceStart, StepPlan, StepResult
+from mooncake.engine.plan import StepPlan, StepResult
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.running.runner import ModelRunner
+from tests.support.engine.fake_runner import sequence_of
 from tests.support.model.tiny_models import (
     forward,
     kv_for,
@@ -55,10 +56,7 @@ def answers(model: KimiK2, sampling: dict[str, Any], draft: Draft) -> dict[int, 
     prompts = {key: random_tokens(20 + key, key) for key in PAGES}
     found: dict[int, list[Token]] = {key: [] for key in PAGES}
     starts = [
-        SequenceStart(
-            sequence_id=key, sampling=SamplingParams(**sampling), prompt_tokens=prompts[key],
-            output_tokens=[],
-        )
+        sequence_of(key, SamplingParams(**sampling), prompts[key])
         for key in prompts
     ]  # fmt: skip
     slots = [slot(key, 0, prompts[key], PAGES[key]) for key in prompts]
@@ -141,14 +139,13 @@ def test_what_is_sampled_behind_a_draft_has_the_models_distribution(model: KimiK
         for step in range(num_steps):
             ids = range(step * num_each, (step + 1) * num_each)
             starts = [
-                SequenceStart(
-                    sequence_id=key, prompt_tokens=prompt, output_tokens=[],
-                    sampling=SamplingParams(
-                        temperature=temperature, seed=key, allowed_token_ids=ALLOWED
-                    ),
+                sequence_of(
+                    key,
+                    SamplingParams(temperature=temperature, seed=key, allowed_token_ids=ALLOWED),
+                    prompt,
                 )
                 for key in ids
-            ]  # fmt: skip
+            ]
             slots = [slot(key, 0, prompt, [key % num_each], drafts=[draft]) for key in ids]
             ended = list(range((step - 1) * num_each, step * num_each)) if step else []
             runner.submit(StepPlan(step_id=step, starts=starts, slots=slots, ended=ended))

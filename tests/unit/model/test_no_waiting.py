@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mooncake.base import GenerateRequest, SamplingParams, pack_tokens
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
-from mooncake.engine.plan import BY_MODEL, SequenceStart, StepResult
+from mooncake.engine.plan import BY_MODEL, StepResult
 from mooncake.engine.ranks.step_log import CapturedSizes
 from mooncake.engine.sequence import Sequence
 from mooncake.model.backends import Backends
@@ -36,6 +36,7 @@ from mooncake.model.layers.sampler import Sampler, SamplingOps
 from mooncake.model.loading import load_model
 from mooncake.model.running.computed_step import CapturedSteps
 from mooncake.model.running.runner import ModelRunner
+from tests.support.engine.fake_runner import Running, sequence_of
 from tests.support.model.tiny_models import (
     CPU,
     kv_for,
@@ -60,10 +61,8 @@ MIXED = [
 ]
 
 
-def start_of(sequence_id: int, prompt: list[int], sampling: SamplingParams) -> SequenceStart:
-    return SequenceStart(
-        sequence_id=sequence_id, sampling=sampling, prompt_tokens=prompt, output_tokens=[]
-    )
+def start_of(sequence_id: int, prompt: list[int], sampling: SamplingParams) -> Running:
+    return sequence_of(sequence_id, sampling, prompt)
 
 
 # ---------------------------------------------------------------- nothing is read

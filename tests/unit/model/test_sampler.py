@@ -13,9 +13,9 @@ from mooncake_kernels.reference import sampling as on_device
 from mooncake_kernels.reference.sampling import DrawSettings
 
 from mooncake.base import InternalError, SamplingParams
-from mooncake.engine.plan import SequenceStart
 from mooncake.model.layers.sampler import Sampler, SamplingOps
 from mooncake.model.layers.sampling_math import completing, draw, uniform
+from tests.support.engine.fake_runner import Running, sequence_of
 
 CPU = torch.device("cpu")
 Floats = npt.NDArray[np.float64]
@@ -26,16 +26,11 @@ def start(
     sequence_id: int = 0,
     prompt: list[int] | None = None,
     output: list[int] | None = None,
-) -> SequenceStart:
-    return SequenceStart(
-        sequence_id=sequence_id,
-        sampling=sampling,
-        prompt_tokens=prompt or [1],
-        output_tokens=output or [],
-    )
+) -> Running:
+    return sequence_of(sequence_id, sampling, prompt or [1], output or [])
 
 
-def sampler_of(*starts: SequenceStart, vocab: int) -> Sampler:
+def sampler_of(*starts: Running, vocab: int) -> Sampler:
     sampler = Sampler(vocab)
     for each in starts:
         sampler.start(each)

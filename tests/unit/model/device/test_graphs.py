@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mooncake.base import ConfigError, Failure, KvLayout, PageArray, SamplingParams
-from mooncake.engine.plan import SequenceStart, StepPlan, StepResult, StepSlot
+from mooncake.engine.plan import StepPlan, StepResult, StepSlot
 from mooncake.model.backends import Backends
 from mooncake.model.device.graphs import DecodeGraphs, EagerSteps, ladder
 from mooncake.model.inputs import build_inputs
@@ -22,6 +22,7 @@ from mooncake.model.loading import load_model
 from mooncake.model.memory import GpuMemory, pages_that_fit
 from mooncake.model.running.computed_step import CapturedSteps
 from mooncake.model.running.runner import ModelRunner
+from tests.support.engine.fake_runner import sequence_of
 from tests.support.model.ranks import ThreadRanks
 from tests.support.model.recorder import Recorder
 from tests.support.model.tiny_models import (
@@ -174,15 +175,7 @@ def run(
     runner: ModelRunner, prompts: dict[int, list[int]], tables: dict[int, list[int]]
 ) -> list[StepResult]:
     """Return the results of a prompt step and a decode step in which sequence 3 does not sample."""
-    starts = [
-        SequenceStart(
-            sequence_id=s,
-            sampling=SamplingParams(temperature=0),
-            prompt_tokens=prompts[s],
-            output_tokens=[],
-        )
-        for s in prompts
-    ]
+    starts = [sequence_of(s, SamplingParams(temperature=0), prompts[s]) for s in prompts]
     first = StepPlan(
         step_id=1, starts=starts, ended=[],
         slots=[slot(s, 0, prompts[s][:-1], tables[s], sample=False) for s in prompts],

@@ -9,7 +9,7 @@ import torch
 
 from mooncake.base import SamplingParams
 from mooncake.base.kv_layout import Home
-from mooncake.engine.plan import LayerDone, SequenceStart, StepPlan, StepResult, StepSlot
+from mooncake.engine.plan import LayerDone, StepPlan, StepResult, StepSlot
 from mooncake.engine.ranks.step_log import CapturedSizes
 from mooncake.model.backends import Backends
 from mooncake.model.device.graphs import EagerSteps
@@ -21,6 +21,7 @@ from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
 from mooncake.model.running.computed_step import ForwardPass, capture_steps
 from mooncake.model.running.runner import ModelRunner
+from tests.support.engine.fake_runner import sequence_of
 from tests.support.model.recorder import Recorder
 from tests.support.model.tiny_models import (
     CPU,
@@ -148,10 +149,7 @@ def test_the_runner_samples_the_same_and_reports_all_layers_at_once() -> None:
         steps = None if sizes is None else capture_steps(model, kv, recorder, sizes, None)
         runner = ModelRunner(model, kv, Sampler(211), num_threads=1, captured=steps)
         starts = [
-            SequenceStart(
-                sequence_id=number, sampling=SamplingParams(temperature=0), prompt_tokens=tokens,
-                output_tokens=[],
-            )
+            sequence_of(number, SamplingParams(temperature=0), tokens)
             for number, tokens in prompts.items()
         ]  # fmt: skip
         slots = [slot(1, 0, prompts[1], [0, 1]), slot(2, 0, prompts[2], [2])]

@@ -10,10 +10,11 @@ import threading
 import torch
 
 from mooncake.base import SamplingParams
-from mooncake.engine.plan import LayerDone, RunnerEvent, SequenceStart, StepPlan, StepResult
+from mooncake.engine.plan import LayerDone, RunnerEvent, StepPlan, StepResult
 from mooncake.model.layers.sampler import Sampler
 from mooncake.model.loading import load_model
 from mooncake.model.running.runner import ModelRunner
+from tests.support.engine.fake_runner import sequence_of
 from tests.support.model.tiny_models import CPU, kv_for, slot, source_of, truth
 
 PATIENCE_S = 60.0
@@ -99,10 +100,7 @@ def test_a_layer_is_handed_on_while_the_device_is_at_the_next() -> None:
         model, kv_for(model.spec), Sampler(211, copies=copies), num_threads=1, copies=copies
     )
     try:
-        start = SequenceStart(
-            sequence_id=1, sampling=SamplingParams(temperature=0), prompt_tokens=[1, 2, 3],
-            output_tokens=[],
-        )  # fmt: skip
+        start = sequence_of(1, SamplingParams(temperature=0), [1, 2, 3])  # fmt: skip
         runner.submit(
             StepPlan(
                 step_id=1, starts=[start], ended=[], slots=[slot(1, 0, [1, 2, 3], [0])],

@@ -11,7 +11,6 @@ import torch
 
 from mooncake.api.constrained.grammar import ToolRule, choice_rule, json_rule, tool_rules
 from mooncake.base import CheckpointError, Grammar, InternalError, SamplingParams
-from mooncake.engine.plan import SequenceStart
 from mooncake.model.grammars.following import MAX_PREPARING, MIN_COMPILED_BYTES, Grammars
 from mooncake.model.grammars.grammar_tokens import GrammarTokens
 from mooncake.model.layers.sampler import Sampler
@@ -31,6 +30,7 @@ from tests.support.api.grammars import (
     tiny_grammars,
     tiny_tokens,
 )
+from tests.support.engine.fake_runner import Running, sequence_of
 from tests.support.waiting import LONG_S
 
 SCHEMA = {
@@ -200,11 +200,9 @@ def test_compiled_grammars_are_kept_up_to_a_size(
         assert grammars.num_compiled_bytes <= limit
 
 
-def start(grammar: Grammar, sequence_id: int = 0, **sampling: object) -> SequenceStart:
+def start(grammar: Grammar, sequence_id: int = 0, **sampling: object) -> Running:
     params = SamplingParams(grammar=grammar, temperature=0.0, **sampling)
-    return SequenceStart(
-        sequence_id=sequence_id, sampling=params, prompt_tokens=[1], output_tokens=[]
-    )
+    return sequence_of(sequence_id, params, [1])
 
 
 def likely(text: str, step: int) -> torch.Tensor:

@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from mooncake.base import SamplingParams, Unavailable
-from mooncake.engine.plan import SequenceStart
 from mooncake.model.grammars.grammar_jobs import MAX_ABANDONED, GrammarJobs, TookTooLong
 from mooncake.model.layers.sampler import Sampler
 from tests.support.api.grammars import TOKENIZER, grammar_of, tiny_grammars
+from tests.support.engine.fake_runner import sequence_of
 from tests.support.waiting import LONG_S
 
 
@@ -60,13 +60,6 @@ def test_a_request_that_finds_no_thread_left_may_go_to_another_worker() -> None:
         with pytest.raises(TookTooLong):
             grammars._jobs.wait(grammars._jobs.submit(lambda: go_on.wait(LONG_S)))
     sampler = Sampler(TOKENIZER.vocab_size, grammars)
-    sampler.start(
-        SequenceStart(
-            sequence_id=1,
-            sampling=SamplingParams(max_tokens=4, grammar=grammar_of('"a"')),
-            prompt_tokens=[1],
-            output_tokens=[],
-        )
-    )
+    sampler.start(sequence_of(1, SamplingParams(max_tokens=4, grammar=grammar_of('"a"')), [1]))
     assert sampler.broken([1])[1].status == 503
     go_on.set()

@@ -32,7 +32,6 @@ from mooncake.engine.plan import (
     BY_MODEL,
     LayerDone,
     RunnerEvent,
-    SequenceStart,
     StepPlan,
     StepResult,
     StepSlot,
@@ -64,6 +63,7 @@ from mooncake.model.running.follower import Follower, Guesses, heard
 from mooncake.model.running.runner import ModelRunner
 from mooncake.transfer.memory import allocate_shared
 from mooncake.transfer.net.blocking import receive, send
+from tests.support.engine.fake_runner import Running, sequence_of
 from tests.support.model.eagle3_heads import (
     config_of,
     mla_config_of,
@@ -121,7 +121,7 @@ class Gated(Sampler):
         self.opened = threading.Event()
         self.opened.set()
 
-    def start(self, start: SequenceStart) -> None:
+    def start(self, start: Running) -> None:
         assert self.opened.wait(LONG_S)
         super().start(start)
 
@@ -265,15 +265,13 @@ def instance(source: DictSource) -> Iterator[Open]:
         each.close()
 
 
-def start(sequence: int, prompt: list[int], **settings: object) -> SequenceStart:
+def start(sequence: int, prompt: list[int], **settings: object) -> Running:
     sampling = SamplingParams(**{"temperature": 0.0, **settings})  # type: ignore[arg-type]
-    return SequenceStart(
-        sequence_id=sequence, sampling=sampling, prompt_tokens=prompt, output_tokens=[]
-    )
+    return sequence_of(sequence, sampling, prompt)
 
 
 def plan(
-    step: int, slots: list[StepSlot], starts: list[SequenceStart] | None = None,
+    step: int, slots: list[StepSlot], starts: list[Running] | None = None,
     ended: list[int] | None = None,
 ) -> StepPlan:  # fmt: skip
     return StepPlan(step_id=step, starts=starts or [], slots=slots, ended=ended or [])

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from mooncake.base import Failure, InternalError, SamplingParams, TokenLogprobs
-from mooncake.engine.plan import LayerDone, SequenceStart, StepPlan, StepResult
+from mooncake.engine.plan import LayerDone, StepPlan, StepResult
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.layers.sampler import Sampled
 from mooncake.model.running.runner import _END_S, _STEP_S, ModelRunner, _await
+from tests.support.engine.fake_runner import Running, sequence_of
 from tests.support.model.tiny_models import kv_for, ours, random_tokens, slot, source_of, truth
 
 BROKEN = 210
@@ -30,7 +31,7 @@ class GreedySampler:
         self.forgotten: list[int] = []
         self.logprob_rows: list[int] = []
 
-    def start(self, start: SequenceStart) -> None:
+    def start(self, start: Running) -> None:
         self.history[start.sequence_id] = [*start.prompt_tokens, *start.output_tokens]
 
     def forget(self, sequence_id: int) -> None:
@@ -104,13 +105,8 @@ def result_of(runner: ModelRunner) -> tuple[StepResult, list[LayerDone]]:
     return results[0], layers
 
 
-def start_of(sequence_id: int, prompt: list[int], **sampling: int) -> SequenceStart:
-    return SequenceStart(
-        sequence_id=sequence_id,
-        sampling=SamplingParams(**sampling),
-        prompt_tokens=prompt,
-        output_tokens=[],
-    )
+def start_of(sequence_id: int, prompt: list[int], **sampling: int) -> Running:
+    return sequence_of(sequence_id, SamplingParams(**sampling), prompt)
 
 
 def plan(step_id: int, slots: list, starts=(), ended=(), report_layers=False) -> StepPlan:

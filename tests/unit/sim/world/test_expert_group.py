@@ -8,11 +8,12 @@ import msgspec
 import pytest
 
 from mooncake.base import KvLayout, PageArray, SamplingParams
-from mooncake.engine.plan import SequenceStart, StepPlan, StepResult, StepSlot
+from mooncake.engine.plan import StepPlan, StepResult, StepSlot
 from mooncake.engine.ranks.step_log import UsePages
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.expert_group import LINK_S, ExpertGroup
 from mooncake.sim.world.ranks import RankedRunner, RanksLost
+from tests.support.engine.fake_runner import sequence_of
 
 LAYOUT = KvLayout(
     num_layers=3, block_tokens=4, kv_width=8, dtype="float8_e4m3fn", fingerprint="group"
@@ -28,9 +29,7 @@ class OneSecondARow:
 def step(step_id: int, num_tokens: int) -> StepPlan:
     """Return a step of one new sequence."""
     tokens = [1] * num_tokens
-    start = SequenceStart(
-        sequence_id=step_id, sampling=SamplingParams(seed=5), prompt_tokens=tokens, output_tokens=[]
-    )
+    start = sequence_of(step_id, SamplingParams(seed=5), tokens)
     slot = StepSlot(sequence_id=step_id, start=0, tokens=tokens, pages=[0, 1], sample=True)
     return StepPlan(step_id=step_id, starts=[start], slots=[slot], ended=[])
 

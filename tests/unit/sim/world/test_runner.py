@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from mooncake.base import KvLayout, PageArray, SamplingParams
-from mooncake.engine.plan import LayerDone, SequenceStart, StepPlan, StepResult, StepSlot
+from mooncake.engine.plan import LayerDone, StepPlan, StepResult, StepSlot
 from mooncake.engine.ranks.step_log import UsePages
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.ranks import RankedRunner
 from mooncake.sim.world.runner import SimRunner
+from tests.support.engine.fake_runner import sequence_of
 
 LAYOUT = KvLayout(
     num_layers=4, block_tokens=4, kv_width=8, dtype="float8_e4m3fn", fingerprint="stages"
@@ -54,9 +55,7 @@ def open_runner(num_ranks: int, send_s: Callable[[int], float]) -> tuple[SimRunn
 
 def step(number: int, num_tokens: int, *, report_layers: bool = False) -> StepPlan:
     tokens = [1] * num_tokens
-    start = SequenceStart(
-        sequence_id=1, sampling=SamplingParams(seed=5), prompt_tokens=tokens, output_tokens=[]
-    )
+    start = sequence_of(1, SamplingParams(seed=5), tokens)
     slot = StepSlot(sequence_id=1, start=0, tokens=tokens, pages=[0, 1], sample=True)
     return StepPlan(
         step_id=number, starts=[] if number else [start], slots=[slot], ended=[],
