@@ -83,19 +83,6 @@ def sampling_ops(backends: Backends) -> SamplingOps:
     return PLAIN_OPS
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Tokens that were chosen on the device and are being copied to the host."""
-
-    tokens: torch.Tensor
-    """The tokens, int64 [rows], on the device."""
-    sequence_ids: Sequence[int]
-    arriving: Arriving
-    """float64 [2, rows]: the tokens, and each row's largest logit."""
-    logits: torch.Tensor | None
-    """The unmodified logits when logprobs are wanted. They must not change until `finish`."""
-
-
 Sampled = tuple[list[int], dict[int, TokenLogprobs]]
 """The token of each row, and by row the log-probabilities of those whose sequences want them."""
 
@@ -209,19 +196,49 @@ class Sampler:
                 sequence.mask = mask
         return failures
 
-    def sample(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> Sampled:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        sequence_ids: Sequence[int],
+        chosen: Callable[[torch.Tensor], None] | None = None,
+    ) -> Sampled:
         """Return one token per row of `logits` [rows, vocab] fp32, and add each to its sequence.
+
+        `chosen` is called with the tokens, int64 [rows] on the device, before the host waits for
+        them. It may overwrite `logits`, so it is not called when log-probabilities are wanted.
 
         Raises:
             InternalError: a sequence was not started, its logits hold NaN or infinity, or all its
                 tokens are masked; the message names it. Then no sequence is changed.
         """
-        return self.finish(self.begin(logits, sequence_ids))
+        drawn, arriving = self.begin(logits, sequence_ids)
+        sequences = [self._known(sequence_id) for sequence_id in sequence_ids]
+        wanted = any(sequence.sampling.num_logprobs is not None for sequence in sequences)
+        if chosen is not None and not wanted:
+            chosen(drawn)
+        numbers, largest = arriving.wait().tolist()
+        for sequence_id, logit in zip(sequence_ids, largest, strict=True):
+            if not math.isfinite(logit):
+                raise InternalError(f"sequence {sequence_id}: the largest logit is {logit}")
+        tokens = [int(token) for token in numbers]
+        logprobs = self._logprobs(logits, tokens, sequences) if wanted else {}
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.append(token)
+        self._history.append(
+            [
+                (sequence.place, token)
+                for sequence, token in zip(sequences, tokens, strict=True)
+                if sequence.place is not None
+            ]
+        )
+        return tokens, logprobs
 
-    def begin(self, logits: torch.Tensor, sequence_ids: Sequence[int]) -> Drawn:
-        """Choose one token per row of `logits` [rows, vocab] fp32, without waiting for a device.
-
-        `finish` must follow before the next `begin`. Raises InternalError as `sample` does.
+    def begin(
+        self, logits: torch.Tensor, sequence_ids: Sequence[int]
+    ) -> tuple[torch.Tensor, Arriving]:
+        """Choose one token per row of `logits`, without waiting for a device. Return the tokens,
+        int64 [rows] on the device, and on their way to the host: float64 [2, rows], the tokens and
+        each row's largest logit. Raises InternalError as `sample` does.
         """
         if tuple(logits.shape) != (len(sequence_ids), self._vocab_size):
             raise InternalError(
@@ -236,28 +253,7 @@ class Sampler:
         else:
             tokens = self._ops.draw(adjusted, self._settings(sequences))
         arriving = self._copies.fetch(torch.stack((tokens.double(), best.values.double())))
-        wanted = any(sequence.sampling.num_logprobs is not None for sequence in sequences)
-        return Drawn(tokens, sequence_ids, arriving, logits if wanted else None)
-
-    def finish(self, drawn: Drawn) -> Sampled:
-        """Wait for the tokens, add each to its sequence, and return them."""
-        chosen, largest = drawn.arriving.wait().tolist()
-        for sequence_id, logit in zip(drawn.sequence_ids, largest, strict=True):
-            if not math.isfinite(logit):
-                raise InternalError(f"sequence {sequence_id}: the largest logit is {logit}")
-        tokens = [int(token) for token in chosen]
-        sequences = [self._known(sequence_id) for sequence_id in drawn.sequence_ids]
-        logprobs = {} if drawn.logits is None else self._logprobs(drawn.logits, tokens, sequences)
-        for sequence, token in zip(sequences, tokens, strict=True):
-            sequence.append(token)
-        self._history.append(
-            [
-                (sequence.place, token)
-                for sequence, token in zip(sequences, tokens, strict=True)
-                if sequence.place is not None
-            ]
-        )
-        return tokens, logprobs
+        return tokens, arriving
 
     def try_out(self, logits: torch.Tensor) -> None:
         """Begin to sample a token of each row of `logits` [rows, vocab] fp32 with all features that

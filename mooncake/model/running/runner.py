@@ -481,14 +481,15 @@ class ModelRunner:
         if not every:
             logits = logits[: len(slots)].index_select(0, self._copies.send(torch.tensor(rows)))
         ids = [slots[row].sequence_id for row in rows]
-        drawn = self._sampler.begin(logits, ids)
+
+        def begin_next(tokens: torch.Tensor) -> None:
+            if self._lead is not None:
+                self._lead.ahead(tokens)
+            decoder.run_ahead(slots, tokens)
+
         # A stage before this one would compute a guess before steps that it knows of.
         settled = self._untold is None and decoder.settled(slots)
-        if every and drawn.logits is None and settled:
-            if self._lead is not None:
-                self._lead.ahead(drawn.tokens)
-            decoder.run_ahead(slots, drawn.tokens)
-        sampled = self._sampler.finish(drawn)
+        sampled = self._sampler.sample(logits, ids, begin_next if every and settled else None)
         _add(result, ids, sampled)
         decoder.confirm(sampled[0])
         if self._lead is not None:

@@ -10,6 +10,7 @@ import itertools
 import select
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -129,11 +130,10 @@ def test_a_decode_step_reads_nothing(launches: list[str]) -> None:
     with NoWaiting() as watch, torch.inference_mode():
         for step in range(10):
             now = [slot(n, 17 + step, [0 if step else 3], [n, n + 4]) for n in range(4)]
-            drawn = sampler.begin(graphs.logits(now), [0, 1, 2, 3])
+            logits = graphs.logits(now)
             assert graphs.settled(now) == (step >= 8)
-            if step >= 8:
-                graphs.run_ahead(now, drawn.tokens)
-            graphs.confirm(sampler.finish(drawn)[0])
+            begin_next = partial(graphs.run_ahead, now) if step >= 8 else None
+            graphs.confirm(sampler.sample(logits, [0, 1, 2, 3], begin_next)[0])
     assert watch.ops > 500
     assert copies.num_fetched == 10
     assert {"_schedule", "_attend", "_draw", "down_kernel"} <= set(launches)
