@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,8 @@ from mooncake.api.text.chat_template import ChatTemplate, load_chat_template
 from mooncake.api.text.tokenizer import Tokenizer, load_tokenizer
 from mooncake.base import CheckpointError, ConfigError, ModelSpec
 from mooncake.base.models.vocabulary import read_json
+
+_log = logging.getLogger(__name__)
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +99,8 @@ class _GenerationFile(GenerationDefaults, frozen=True, kw_only=True):
     """What a `generation_config.json` says."""
 
     eos_token_id: int | list[int] = []
+    do_sample: bool = True
+    """Whether answers are sampled, for transformers; it changes nothing here."""
 
 
 def _read_generation(file: Path) -> _GenerationFile:
@@ -112,9 +117,17 @@ def _read_generation(file: Path) -> _GenerationFile:
                 "without it"
             )
     try:
-        return msgspec.convert(said, _GenerationFile)
+        read = msgspec.convert(said, _GenerationFile)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise CheckpointError(f"{file}: {error}") from error
+    if not read.do_sample and read.temperature > 0:
+        _log.warning(
+            "%s: do_sample=false changes nothing: requests without a temperature are sampled at "
+            "%g; set temperature to 0 there for greedy answers",
+            file,
+            read.temperature,
+        )
+    return read
 
 
 def _eos_ids(generation: _GenerationFile, spec: ModelSpec, tokenizer: Tokenizer) -> tuple[int, ...]:

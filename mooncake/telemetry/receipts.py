@@ -9,6 +9,7 @@ about. No text of a prompt or an answer.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -150,8 +151,10 @@ class Receipts:
         self._max_bytes = max_bytes
         self._clock = clock
         self.gateway = gateway
-        self._calls: dict[str, dict[str, Kept]] = {}
-        """Tenant -> its receipts by id, the oldest first."""
+        self._calls: dict[str, OrderedDict[str, Kept]] = {}
+        """Tenant -> its receipts by id, the oldest first. A dict would look for its oldest receipt
+        among all that it has dropped.
+        """
         self._bytes: dict[str, int] = {}
         """Tenant -> what these hold."""
         self._num_calls = self._num_bytes = 0
@@ -183,7 +186,7 @@ class Receipts:
         for request_id, sequence in kept.sequences.items():
             self._live[request_id] = kept, sequence
         self._drop(self._calls.get(tenant, {}).get(name))
-        self._calls.setdefault(tenant, {})[name] = kept
+        self._calls.setdefault(tenant, OrderedDict())[name] = kept
         self._num_calls += 1
         self._hold(kept, CALL_BYTES * (1 + len(shown)))
         self._make_room()

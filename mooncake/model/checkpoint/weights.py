@@ -45,10 +45,12 @@ _DTYPES = {
 }  # fmt: skip
 _FLOATS = ("BF16", "F16", "F32")
 _LANGUAGE_PREFIX = "language_model."
+_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _PART_SUFFIXES = ("_scale_inv", "_packed", "_scale", "_shape")
 
 _NAMES_SHOWN = 5
+_ROWS_COMPARED = 8192
 
 
 class Checkpoint:
@@ -66,12 +68,10 @@ class Checkpoint:
         quantization = self.spec.quantization or files.config.get("quantization_config")
         self.quantization: QuantFormat | None = parse_quantization(quantization)
         self._homes = _canonical(files.homes)
-        self._names = _logical_names(self._homes, self.spec.num_hidden_layers)
+        self._names = _logical_names(self._homes, self.spec)
         self._files = files
         self.total_bytes = sum(
-            self._entry(name).num_bytes
-            for name in self._homes
-            if not _ignored(name, self.spec.num_hidden_layers)
+            self._entry(name).num_bytes for name in self._homes if not _ignored(name, self.spec)
         )
         """The bytes of all tensors as stored, without ignored ones: the whole of a progress bar."""
         self.bytes_read = 0
@@ -113,10 +113,11 @@ class Checkpoint:
         """Compare with the names that a model needs.
 
         Tensors of MTP layers (`model.layers.N` past the last layer) and saved `inv_freq` tables are
-        ignored.
+        ignored, and so is a stored head that is tied to the embedding and equals it.
 
         Raises:
-            CheckpointError: tensors are missing, or there are some that the model does not know.
+            CheckpointError: tensors are missing, or there are some that the model does not know, or
+                a tied head has other numbers than the embedding.
         """
         wanted = set(expected)
         problems = []
@@ -128,6 +129,24 @@ class Checkpoint:
                 problems.append(f"{len(first)} {kind} tensors: {shown}{more}")
         if problems:
             raise CheckpointError(f"{self.path}: {'; '.join(problems)}")
+        if self.spec.tie_word_embeddings and _HEAD in self._homes and not self._head_is_table():
+            raise self._error(
+                _HEAD,
+                f"differs from {_TABLE}, though config.json says that they are one; set "
+                "tie_word_embeddings to false to serve both, or take the head out",
+            )
+
+    def _head_is_table(self) -> bool:
+        head, table = self._entry(_HEAD), self._entry(_TABLE)
+        if (head.shape, head.dtype) != (table.shape, table.dtype):
+            return False
+        num_rows = head.shape[0] if head.shape else 0
+        for first in range(0, num_rows, _ROWS_COMPARED):  # so that few are in memory at once
+            rows = first, min(first + _ROWS_COMPARED, num_rows)
+            ours, theirs = (view_tensor(*self._homes[name], rows) for name in (_HEAD, _TABLE))
+            if not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
+                return False
+        return True
 
     def holds(self, name: str) -> bool:
         """Whether the checkpoint has tensor `name`, in any format."""
@@ -332,20 +351,20 @@ def _canonical(homes: Homes) -> Homes:
     }
 
 
-def _ignored(name: str, num_layers: int) -> bool:
-    if name.endswith("rotary_emb.inv_freq"):
+def _ignored(name: str, spec: ModelSpec) -> bool:
+    if name.endswith("rotary_emb.inv_freq") or (name == _HEAD and spec.tie_word_embeddings):
         return True
     layer = _LAYER.match(name)
-    return layer is not None and int(layer.group(1)) >= num_layers
+    return layer is not None and int(layer.group(1)) >= spec.num_hidden_layers
 
 
-def _logical_names(homes: Homes, num_layers: int) -> set[str]:
+def _logical_names(homes: Homes, spec: ModelSpec) -> set[str]:
     """Return the names that a model must know. It need not know an empty tensor, such as
     transformers writes for no shared experts.
     """
     names = set()
     for name, (file, stored_name) in homes.items():
-        if file.tensors[stored_name].num_bytes and not _ignored(name, num_layers):
+        if file.tensors[stored_name].num_bytes and not _ignored(name, spec):
             base, weight, suffix = name.rpartition(".weight")
             names.add(base + weight if suffix in _PART_SUFFIXES else name)
     return names

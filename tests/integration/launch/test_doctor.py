@@ -13,13 +13,24 @@ import yaml
 
 from mooncake.cli import main as cli
 from mooncake.launch.cluster import doctor
+from mooncake.launch.config import cluster_file
+from tests.support.ports import free_port
 
 MACHINES = {"here": {"address": "127.0.0.1", "gateway": 1, "decode": 1, "kvstore": 1}}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def join_port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The port of the gateway, at which nobody listens."""
+    port = free_port()
+    monkeypatch.setattr(cluster_file, "JOIN_PORT", port)
+    return port
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, join_port: int) -> Path:
     """The bundle of this machine, whose cluster does not run."""
+    del join_port
     (tmp_path / "disk").mkdir()
     told = {
         "model": "/m", "machines": MACHINES,
@@ -60,14 +71,16 @@ def test_what_the_system_says_is_shown_as_it_is(
     assert "always [madvise] never" in capsys.readouterr().out
 
 
-def test_a_cluster_that_does_not_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_that_does_not_run(
+    folder: Path, join_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, findings = found(capsys, "k2.yaml")
     assert code == 1
     assert findings["certificate"]["state"] == findings["address"]["state"] == "ok"
-    gateway = findings["gateway tcp://127.0.0.1:6400"]
+    gateway = findings[f"gateway tcp://127.0.0.1:{join_port}"]
     assert (gateway["state"], gateway["found"]) == ("fail", "Connection refused")
     assert findings["members"]["found"] == (
-        "not there: decode@here, kvstore@here, gateway-here-6400"
+        f"not there: decode@here, kvstore@here, gateway-here-{join_port}"
     )
     [disk] = [each for name, each in findings.items() if name.startswith("disk ")]
     assert "/s written, " in disk["found"]

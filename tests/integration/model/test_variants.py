@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from mooncake.base import CheckpointError
 from mooncake.model.checkpoint.files.checkpoint_files import INDEX_NAME, WHOLE_NAME
 from mooncake.model.checkpoint.quant import quantize_fp8_block, quantize_int4_packed
 from mooncake.model.checkpoint.quant_format import Fp8Block, is_quantized, parse_quantization
@@ -32,6 +33,7 @@ from tests.support.model.tiny_models import (
 )
 
 NUM_PROMPT, NUM_OUTPUT = 280, 8
+HEAD = "lm_head.weight"
 YARN = CONFIGS["yarn"]["rope_parameters"]
 OLDER_YARN = {key: value for key, value in YARN.items() if key not in ("rope_type", "rope_theta")}
 OLDER_YARN |= {"type": "yarn"}
@@ -116,6 +118,11 @@ def wrap(home: Path) -> None:
             | {"vision_tower.stub.weight": torch.ones(2)}
         )
     )(home)
+
+
+def with_head(made: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
+    """Return what adds a head that is made of the embedding."""
+    return lambda tensors: tensors | {HEAD: made(tensors["model.embed_tokens.weight"])}
 
 
 def mixed(tensors: Tensors) -> Tensors:
@@ -232,6 +239,30 @@ def test_models(changes: Config, tmp_path: Path) -> None:
 def test_directories(make: Callable[[Path], None], tmp_path: Path) -> None:
     truth("plain").save_pretrained(tmp_path)
     make(tmp_path)
+    compare(theirs(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("make", [renamed(dict), shard], ids=["one file", "two files"])
+def test_a_tied_head_that_is_stored_beside_the_embedding(
+    make: Callable[[Path], None], tmp_path: Path
+) -> None:
+    truth("tied, halves, two shared").save_pretrained(tmp_path)
+    renamed(with_head(lambda table: table.clone()))(tmp_path)
+    make(tmp_path)
+    compare(theirs(tmp_path), tmp_path)
+
+
+def test_a_tied_head_with_other_numbers_is_refused(tmp_path: Path) -> None:
+    """Some engines would use it, and others not."""
+    truth("tied, halves, two shared").save_pretrained(tmp_path)
+    changed = torch.zeros(211, 64)
+    changed[-1, -1] = 1.0
+    for other in (lambda table: table + changed, lambda table: table.half()):
+        renamed(with_head(other))(tmp_path)
+        with pytest.raises(CheckpointError, match=r"lm_head.*set tie_word_embeddings to false"):
+            ours(tmp_path)
+    renamed(with_head(lambda table: table + changed))(tmp_path)
+    configured(tie_word_embeddings=False)(tmp_path)
     compare(theirs(tmp_path), tmp_path)
 
 

@@ -69,6 +69,7 @@ def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:
         ("temperature", "hot"), ("temperature", -1), ("top_p", 0), ("top_k", -2), ("min_p", 1.5),
         ("repetition_penalty", 0), ("eos_token_id", "<|im_end|>"), ("eos_token_id", [[1]]),
         ("num_beams", 4), ("no_repeat_ngram_size", 1), ("suppress_tokens", [7]),
+        ("do_sample", "no"),
     ],
 )  # fmt: skip
 def test_a_setting_that_cannot_be_served_is_named(tmp_path: Path, key: str, value: object) -> None:
@@ -80,6 +81,24 @@ def test_a_setting_that_cannot_be_served_is_named(tmp_path: Path, key: str, valu
 def test_settings_that_change_nothing_are_served(tmp_path: Path) -> None:
     write(tmp_path, {"num_beams": 1, "typical_p": 1.0, "suppress_tokens": [], "min_length": None})
     assert load_served_model(tmp_path).defaults.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("generation", "warned"),
+    [
+        ({"do_sample": False}, "sampled at 1;"),
+        ({"do_sample": False, "temperature": 0.6}, "sampled at 0.6;"),
+        ({"do_sample": False, "temperature": 0.0}, ""),
+        ({"do_sample": True, "temperature": 0.6}, ""),
+        ({"temperature": 0.6}, ""),
+    ],
+)
+def test_greedy_decoding_that_is_not_served_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, generation: dict[str, object], warned: str
+) -> None:
+    temperature = generation.get("temperature", 1.0)
+    assert load_served_model(write(tmp_path, generation)).defaults.temperature == temperature
+    assert [warned in each.getMessage() for each in caplog.records] == [True] * bool(warned)
 
 
 @pytest.mark.parametrize("length", [0, 513])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -283,6 +284,17 @@ def test_beyond_their_number_the_tenant_that_has_most_loses_its_oldest() -> None
     assert [receipts.find(f"loud-{n}", None) is not None for n in (15, 16, 17, 18, 19)] == [
         False, False, True, True, True,
     ]  # fmt: skip
+
+
+def test_the_oldest_receipt_is_not_looked_for_among_those_that_were_dropped() -> None:
+    receipts = made(4)
+    for number in range(8):
+        receipts.open(f"g-{number}", "c", f"t{number % 2}", [f"r{number}"], 0)
+    kept = receipts._calls
+    assert {tenant: list(own) for tenant, own in kept.items()} == {
+        "t0": ["g-4", "g-6"], "t1": ["g-5", "g-7"],
+    }  # fmt: skip
+    assert all(isinstance(own, OrderedDict) for own in kept.values()), "a dict does"
 
 
 def test_beyond_their_bytes_the_oldest_go_too() -> None:
