@@ -110,8 +110,10 @@ class ApiConfig:
     """
     max_choices: int = 128
     """Largest `n`."""
-    max_sequences: int = 1024
-    """Largest number of prompts times `n` in one call."""
+    max_sequences: int = 768
+    """Largest number of prompts times `n` in one call. A tenant that is alone gets permits for
+    these, and for others of its calls beside them.
+    """
     max_stops: int = 32
     max_stop_chars: int = 1024
     max_logprobs: int = 20

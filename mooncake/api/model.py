@@ -55,7 +55,7 @@ class ServedModel:
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     eos_token_ids: tuple[int, ...] = ()
     created_s: int = 0
-    """Unix time shown by /v1/models."""
+    """When the checkpoint's `config.json` was written, as a Unix time; /v1/models shows it."""
 
     @property
     def name(self) -> str:
@@ -64,7 +64,7 @@ class ServedModel:
 
 
 def load_served_model(
-    path: Path, *, names: tuple[str, ...] = (), max_model_len: int | None = None, created_s: int = 0
+    path: Path, *, names: tuple[str, ...] = (), max_model_len: int | None = None
 ) -> ServedModel:
     """Read what the API server needs from the checkpoint directory `path` (no weights).
 
@@ -91,7 +91,7 @@ def load_served_model(
         max_model_len=max_model_len or limit,
         defaults=generation,
         eos_token_ids=_eos_ids(generation, spec, tokenizer),
-        created_s=created_s,
+        created_s=int((path / "config.json").stat().st_mtime),
     )
 
 

@@ -181,7 +181,7 @@ class ResponseStream(PartsRenderer[Item]):
         """`speller` is given when the client asked for the logprobs of the text's tokens."""
         super().__init__(reply, reply.output)
         self._speller = speller
-        self._key = reply.id.partition("_")[2]
+        self._key = reply.id.partition("-")[2]
         self._num_events = 0
         self._status = "completed"
         """The status of items that end."""

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mooncake.api.config import ApiConfig, ApiKey
-from mooncake.api.errors import forbidden
+from mooncake.api.errors import ANTHROPIC_PATH, forbidden
 from mooncake.api.http.limits import Account, InFlight, Limited, Shares
 from mooncake.api.http.repeats import HEADER, Repeats
 from mooncake.api.http.request_body import says_json
@@ -129,8 +129,9 @@ class Keyring:
 
 
 class Access:
-    """ASGI middleware that checks the key and its limits and puts `X-Request-Id` on every reply. A
-    call that sets `receipt` in the scope's state gets that name on its reply, too.
+    """ASGI middleware that checks the key and its limits and puts `X-Request-Id` on every reply,
+    and on Anthropic's routes the `Request-Id` that its clients read. A call that sets `receipt` in
+    the scope's state gets that name on its reply, too.
 
     Every POST holds one of its account's permits until the reply has ended, however it ends. The
     scope's state gets: `request_id`, `key_name`, `tenant`, `priorities` (the classes that it may
@@ -180,6 +181,8 @@ class Access:
             if message["type"] == "http.response.start":
                 answered = MutableHeaders(scope=message)
                 answered["X-Request-Id"] = request_id
+                if scope["path"].startswith(ANTHROPIC_PATH):
+                    answered["Request-Id"] = request_id
                 if "receipt" in state:
                     answered[RECEIPT] = state["receipt"]
             await send(message)

@@ -25,6 +25,11 @@ _Entry = tuple[Order, int, RequestRecord]
 """(turn and class, number of arrival, request)"""
 
 
+def permits_of_one(max_inflight: int) -> int:
+    """Return how many of `max_inflight` permits a tenant gets that is alone."""
+    return math.ceil(max_inflight * TENANT_RATIO / (TENANT_RATIO + 1))
+
+
 class AdmissionPermits:
     """Gives at most `max_inflight` permits, and one more for each further (tenant, class). Each
     sequence holds one, by request id, so that none is released twice. It also keeps the turns of

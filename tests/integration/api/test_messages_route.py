@@ -274,6 +274,7 @@ def test_errors_have_anthropics_shape() -> None:
     async def test(client: anthropic.AsyncAnthropic, backend: ScriptedBackend) -> None:
         with pytest.raises(anthropic.NotFoundError) as missing:
             await client.messages.create(model="other", max_tokens=5, messages=ASK)
+        assert missing.value.request_id, "what its user is to report"
         assert missing.value.body["error"]["type"] == "not_found_error"
         async with httpx.AsyncClient(base_url=str(client.base_url), timeout=LONG_S) as http:
             for body, message in REFUSED:
@@ -283,6 +284,7 @@ def test_errors_have_anthropics_shape() -> None:
                 assert answer["type"] == "error"
                 assert answer["error"]["type"] == "invalid_request_error"
                 assert message in answer["error"]["message"], answer
+                assert reply.headers["request-id"] == reply.headers["x-request-id"]
             denied = await http.post("v1/messages", json={}, headers={"x-api-key": "wrong"})
             assert denied.status_code == 401
             assert denied.json()["error"]["type"] == "authentication_error"

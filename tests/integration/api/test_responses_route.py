@@ -114,6 +114,21 @@ def test_answer_with_usage() -> None:
     run(says(ANSWERS["thoughts"] + "<|im_end|>", cached=7), test)
 
 
+def test_no_two_items_have_one_id() -> None:
+    async def test(client: openai.AsyncOpenAI, backend: ScriptedBackend) -> None:
+        mine = {"X-Request-Id": "my_own-id"}
+        ids = []
+        for headers in ({}, {}, mine):
+            response = await client.responses.create(
+                model="tiny", input="hi", tools=[TOOL], extra_headers=headers
+            )
+            ids += [item.id for item in response.output]
+        assert len(ids) == len(set(ids)) == 9
+        assert ids[-3:] == ["rs_my_own-id_0", "msg_my_own-id_1", "fc_my_own-id_2"]
+
+    run(says(ANSWERS["all"].removesuffix(" end") + "<|im_end|>"), test)
+
+
 def test_usage_says_where_cached_tokens_came_from_and_why_others_were_computed() -> None:
     tokens = TOKENIZER.encode(ANSWERS["text"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,11 @@ def test_checkpoint_without_generation_config(tmp_path: Path) -> None:
     model = load_served_model(write(tmp_path), names=("a", "b"), max_model_len=100)
     assert model.eos_token_ids == (BASE + 1, BASE + 2)
     assert (model.name, model.max_model_len) == ("a", 100)
+
+
+def test_models_are_as_old_as_their_configuration(tmp_path: Path) -> None:
+    os.utime(write(tmp_path) / "config.json", (1, 1_700_000_000.5))
+    assert load_served_model(tmp_path).created_s == 1_700_000_000
 
 
 def test_several_ends_of_text_and_ids_out_of_range(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from mooncake.rpc.kv_events import KvEventPublisher
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.gateway.status import ClusterStatus
 from mooncake.scheduler.placement.conductor import Conductor
+from mooncake.scheduler.requests.permits import permits_of_one
 from mooncake.telemetry.audit import reopen
 from mooncake.telemetry.events import Recorders, WorkerJoined
 from mooncake.telemetry.health import Vitals
@@ -269,7 +270,11 @@ def check_traces(config: ServeConfig) -> None:
 
 
 def api_config(config: ServeConfig) -> ApiConfig:
+    """Return the settings of the API. No call has more sequences than can run at a time: it would
+    be refused after some of them were computed.
+    """
     return ApiConfig(
+        max_sequences=min(ApiConfig.max_sequences, permits_of_one(config.max_waiting_requests)),
         served_model_names=config.names,
         keys=read_keys(config.api_keys_file) if config.api_keys_file else (),
         tls=config.tls(),
