@@ -185,7 +185,7 @@ class Receipts:
         )
         for request_id, sequence in kept.sequences.items():
             self._live[request_id] = kept, sequence
-        self._drop(self._calls.get(tenant, {}).get(name))
+        self._drop(self._known(tenant, name))
         self._calls.setdefault(tenant, OrderedDict())[name] = kept
         self._num_calls += 1
         self._hold(kept, CALL_BYTES * (1 + len(shown)))
@@ -247,7 +247,7 @@ class Receipts:
         """Return the receipt of a call, as far as it has come. Estimates that were computed for it
         count as held from now on.
         """
-        if self._calls.get(kept.tenant, {}).get(kept.id) is kept:
+        if self._known(kept.tenant, kept.id) is kept:
             num_choices = len(kept.choices or ())
             self._hold(kept, CHOICE_BYTES * (num_choices - kept.num_counted_choices))
             kept.num_counted_choices = num_choices
@@ -277,6 +277,10 @@ class Receipts:
         assert set(self._bytes) == set(self._calls)
         known = {request_id for kept in calls for request_id in kept.sequences}
         assert set(self._live) <= known, "a sequence is followed whose receipt was dropped"
+
+    def _known(self, tenant: str, name: str) -> Kept | None:
+        own = self._calls.get(tenant)
+        return None if own is None else own.get(name)
 
     def _hold(self, kept: Kept, num_bytes: int) -> None:
         kept.num_bytes += num_bytes
