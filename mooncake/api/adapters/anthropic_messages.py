@@ -34,7 +34,7 @@ from mooncake.api.schema.messages import (
     Turn,
 )
 from mooncake.api.schema.replies import encode
-from mooncake.api.text.answer import Piece, ToolCallDelta
+from mooncake.api.text.answer import Piece
 from mooncake.base import MooncakeError
 
 PARAMS = {
@@ -205,7 +205,7 @@ class MessageStream(PartsRenderer[AnswerBlock]):
         return [event(anthropic_error(error), "error")]
 
     def _part(self, piece: Piece) -> AnswerBlock:
-        if isinstance(piece, ToolCallDelta):
+        if piece.call is not None:
             assert piece.call_id is not None
             assert piece.name is not None
             return ToolUseBlock(piece.call_id, piece.name)

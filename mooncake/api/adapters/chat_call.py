@@ -24,7 +24,7 @@ from mooncake.api.generation.sampling import (
 )
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.replies import ChatText, FunctionText, ToolCallReply
-from mooncake.api.text.answer import Delta, Marker, ToolCallDelta, reasoning_is_open
+from mooncake.api.text.answer import Delta, Marker, Piece, reasoning_is_open
 from mooncake.api.text.conversation import render_conversation
 from mooncake.api.text.tokenizer import Window
 from mooncake.base import InvalidRequest, SamplingParams
@@ -228,9 +228,10 @@ class MessageWriter:
         return text
 
 
-def _tool_call(piece: ToolCallDelta) -> ToolCallReply:
-    function = FunctionText(arguments=piece.arguments)
-    reply = ToolCallReply(index=piece.index, function=function)
+def _tool_call(piece: Piece) -> ToolCallReply:
+    assert piece.call is not None
+    function = FunctionText(arguments=piece.text)
+    reply = ToolCallReply(index=piece.call, function=function)
     if piece.call_id is not None and piece.name is not None:
         reply.id, reply.type, function.name = piece.call_id, "function", piece.name
     return reply

@@ -36,7 +36,7 @@ from mooncake.api.schema.responses import (
     ResponseUsage,
     ToolName,
 )
-from mooncake.api.text.answer import Delta, Piece, ToolCallDelta
+from mooncake.api.text.answer import Delta, Piece
 from mooncake.base import InvalidRequest, MooncakeError
 
 LOGPROBS = "message.output_text.logprobs"
@@ -186,7 +186,8 @@ class ResponseStream(PartsRenderer[Item]):
         self._status = "completed"
         """The status of items that end."""
         self._logprobs: list[tuple[int | None, ChatLogprob]] = []
-        self._run = 0
+        self._run = -1
+        """The number of the message's run of text; each has a message of its own."""
 
     def begin(self, call: Call) -> list[bytes]:
         del call
@@ -232,13 +233,13 @@ class ResponseStream(PartsRenderer[Item]):
 
     def _part(self, piece: Piece) -> Item:
         number = len(self.reply.output)
-        if isinstance(piece, ToolCallDelta):
+        if piece.call is not None:
             assert piece.call_id is not None
             assert piece.name is not None
             return CallItem(f"fc_{self._key}_{number}", piece.call_id, piece.name)
         if piece.is_reasoning:
             return ReasoningItem(f"rs_{self._key}_{number}")
-        self._run = piece.run
+        self._run += 1
         return MessageItem(f"msg_{self._key}_{number}")
 
     def _begun(self, part: Item) -> list[bytes]:

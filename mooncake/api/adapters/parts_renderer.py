@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from mooncake.api.generation.generation import Call
 from mooncake.api.schema.replies import encode
-from mooncake.api.text.answer import Delta, Piece, ToolCallDelta
+from mooncake.api.text.answer import Delta, Piece
 
 Part = TypeVar("Part")
 
@@ -29,7 +29,7 @@ class PartsRenderer(ABC, Generic[Part]):
         self.stop_reason: int | str | None = None
         self._is_open = False
         self._holds: tuple[bool, int | None] = False, None
-        """Whether the open part holds reasoning, and the number of its call."""
+        """What the open part holds: see `Piece.holds`."""
         self._texts: list[str] = []
         """The text, or the arguments, of the open part."""
 
@@ -44,16 +44,14 @@ class PartsRenderer(ABC, Generic[Part]):
         del call
         events: list[bytes] = []
         for piece in delta.pieces:
-            holds = _what_holds(piece)
-            if not self._is_open or holds != self._holds:
+            if not self._is_open or piece.holds != self._holds:
                 events += self.close()
-                self._is_open, self._holds = True, holds
+                self._is_open, self._holds = True, piece.holds
                 self.parts.append(self._part(piece))
                 events += self._begun(self.parts[-1])
-            text = piece.arguments if isinstance(piece, ToolCallDelta) else piece.text
-            if text or not isinstance(piece, ToolCallDelta):
-                self._texts.append(text)
-                events += self._grown(self.parts[-1], text)
+            if piece.text:
+                self._texts.append(piece.text)
+                events += self._grown(self.parts[-1], piece.text)
         self.reply.schema_errors = delta.schema_errors or UNSET
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
@@ -87,9 +85,3 @@ class PartsRenderer(ABC, Generic[Part]):
     @abstractmethod
     def _ended(self, part: Part, text: str) -> list[bytes]:
         """Complete a part with its whole text. Return the events by which it ends."""
-
-
-def _what_holds(piece: Piece) -> tuple[bool, int | None]:
-    if isinstance(piece, ToolCallDelta):
-        return False, piece.index
-    return piece.is_reasoning, None

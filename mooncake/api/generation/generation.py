@@ -22,9 +22,7 @@ from mooncake.api.text.answer import (
     Detokenizer,
     Marker,
     MessageParser,
-    Piece,
     StopMatcher,
-    TextDelta,
     reasoning_is_open,
 )
 from mooncake.api.text.tokenizer import Tokenizer
@@ -79,14 +77,11 @@ class Choice:
         self._matcher = StopMatcher(options.stops, include_stop=options.include_stop)
         self._held_stop_id: int | None = None
         self._stop_reason: int | str | None = None
-        self._parser: MessageParser | None = None
-        if options.markers:
-            self._parser = MessageParser(
-                options.markers,
-                reasoning_open=reasoning_is_open(request.prompt_tokens, options.markers),
-                max_calls=options.max_calls,
-            )
-        self._text: list[str] = []
+        self._parser = MessageParser(
+            options.markers,
+            reasoning_open=reasoning_is_open(request.prompt_tokens, options.markers),
+            max_calls=options.max_calls,
+        )
         self._tokens: list[int] = []
         self._runs: list[int | None] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -113,7 +108,7 @@ class Choice:
         """Return what is new since the last call."""
         delta = Delta(
             index=self.index,
-            pieces=self._pieces(),
+            pieces=self._parser.take(),
             tokens=self._tokens,
             logprobs=self._logprobs,
             runs=self._runs,
@@ -124,12 +119,6 @@ class Choice:
         self._tokens, self._runs, self._logprobs = [], [], []
         self._prompt_logprobs = None
         return delta
-
-    def _pieces(self) -> list[Piece]:
-        if self._parser is not None:
-            return self._parser.take()
-        text, self._text = "".join(self._text), []
-        return [TextDelta(text=text)] if text else []
 
     def _add(self, event: RequestOutput) -> None:
         # A sequence that moved to another worker may repeat tokens.
@@ -151,8 +140,6 @@ class Choice:
     def _run_of(self, token: int) -> int | None:
         if token in self._stop_ids or token in self._eos:
             return None
-        if self._parser is None:
-            return 0
         return None if token in self._parser.markers else self._parser.run
 
     def _show(self, token: int) -> None:
@@ -169,9 +156,6 @@ class Choice:
 
     def _show_token(self, token: int) -> None:
         parser = self._parser
-        if parser is None:
-            self._show_text(self._detokenizer.push(token))
-            return
         if parser.reasoning:
             self.num_reasoning_tokens += 1
         marker = parser.markers.get(token)
@@ -185,22 +169,15 @@ class Choice:
     def _show_text(self, text: str) -> None:
         """Pass on the text that cannot begin a stop string (in tool calls none is searched for)."""
         stop = None
-        in_section = self._parser is not None and self._parser.in_section
-        if self.num_tokens > self._min_tokens and not in_section:
+        if self.num_tokens > self._min_tokens and not self._parser.in_section:
             text, stop = self._matcher.push(text)
-        self._put(text)
+        self._parser.text(text)
         if stop is not None:
             self._finish("stop")
             self._stop_reason = stop
 
-    def _put(self, text: str) -> None:
-        if self._parser is None:
-            self._text.append(text)
-        else:
-            self._parser.text(text)
-
     def _finish(self, reason: str) -> None:
-        if self._parser is not None and reason == "stop":
+        if reason == "stop":
             self._parser.end()
             if self._parser.num_calls:
                 reason = "tool_calls"
@@ -217,7 +194,7 @@ class Choice:
             self._show_token(held)
         if self.finished:
             return
-        self._put(self._matcher.flush())
+        self._parser.text(self._matcher.flush())
         self._finish(event.reason.value)
         if stop_id is not None and stop_id not in self._eos:
             self._stop_reason = stop_id

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from mooncake.api.constrained.checker import Fault, SchemaChecker, SchemaToCheck
 from mooncake.api.schema.replies import SchemaError
-from mooncake.api.text.answer import Delta, TextDelta, ToolCallDelta
+from mooncake.api.text.answer import Delta
 
 _COMPLETE = ("stop", "tool_calls")
 """The ends of complete answers. If an answer was cut off, clients know that it is not complete."""
@@ -85,11 +85,11 @@ class _Choice:
 
     def add(self, delta: Delta) -> None:
         for piece in delta.pieces:
-            if isinstance(piece, ToolCallDelta):
+            if piece.call is not None:
                 if piece.call_id is not None and piece.name is not None:
-                    self.calls[piece.index] = _ToolCall(piece.call_id, piece.name)
-                self.calls[piece.index].arguments.append(piece.arguments)
-            elif isinstance(piece, TextDelta) and not piece.is_reasoning:
+                    self.calls[piece.call] = _ToolCall(piece.call_id, piece.name)
+                self.calls[piece.call].arguments.append(piece.text)
+            elif not piece.is_reasoning:
                 self.text.append(piece.text)
 
 

@@ -142,37 +142,29 @@ THINK_MARKERS = (Marker.THINK_BEGIN, Marker.THINK_END)
 TOOL_MARKERS = tuple(marker for marker in Marker if marker not in THINK_MARKERS)
 
 
-class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """The additions to one call. `call_id` and `name` come once, with the first piece."""
+class Piece(msgspec.Struct, kw_only=True):
+    """What is added to an answer's text, to the reasoning before it, or to one call."""
 
-    index: int
+    text: str = ""
+    """The text, or the call's arguments."""
+    is_reasoning: bool = False
+    call: int | None = None
+    """The number of the call; None: it belongs to none."""
     call_id: str | None = None
     name: str | None = None
-    arguments: str = ""
+    """`call_id` and `name` come once, with a call's first piece."""
 
-
-class TextDelta(msgspec.Struct, kw_only=True):
-    """The additions to the answer's text, or to the reasoning before it."""
-
-    text: str
-    is_reasoning: bool = False
-    run: int = 0
-    """The number of its run: reasoning and calls divide the answer's text into runs."""
-
-
-Piece = TextDelta | ToolCallDelta
+    @property
+    def holds(self) -> tuple[bool, int | None]:
+        """What it is a piece of: neighbours of the same are one part of the answer."""
+        return self.is_reasoning, self.call
 
 
 def join_pieces(pieces: Iterable[Piece]) -> list[Piece]:
     """Join an answer's pieces if one continues another. Each text is copied once."""
     joiner = _Joiner()
     for piece in pieces:
-        if isinstance(piece, TextDelta):
-            joiner.add_text(piece.text, is_reasoning=piece.is_reasoning, run=piece.run)
-        else:
-            if piece.call_id is not None:
-                joiner.begin_call(piece.index, piece.call_id, piece.name)
-            joiner.add_arguments(piece.index, piece.arguments)
+        joiner.add(piece)
     return joiner.take()
 
 
@@ -184,50 +176,26 @@ class _Joiner:
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
         self._parts: list[str] = []
-        """The text, or the arguments, of the last piece, once something was added to it."""
+        """The text of the last piece."""
 
-    def add_text(self, text: str, *, is_reasoning: bool, run: int) -> None:
-        last = self._pieces[-1] if self._pieces else None
-        if isinstance(last, TextDelta) and last.is_reasoning is is_reasoning:
-            self._grow(last.text, text)
-        else:
-            self._begin(TextDelta(text=text, is_reasoning=is_reasoning, run=run))
-
-    def begin_call(self, index: int, call_id: str, name: str | None) -> None:
-        self._begin(ToolCallDelta(index=index, call_id=call_id, name=name))
-
-    def add_arguments(self, index: int, text: str) -> None:
-        last = self._pieces[-1] if self._pieces else None
-        if isinstance(last, ToolCallDelta) and last.index == index:
-            self._grow(last.arguments, text)
-        else:
-            self._begin(ToolCallDelta(index=index, arguments=text))
+    def add(self, piece: Piece) -> None:
+        """Add a piece, or what it adds to the last one."""
+        if not self._pieces or piece.call_id is not None or piece.holds != self._pieces[-1].holds:
+            self._end()
+            self._pieces.append(piece)
+        self._parts.append(piece.text)
 
     def take(self) -> list[Piece]:
         """Return the pieces since the last call."""
-        if self._parts:
-            self._end()
+        self._end()
         pieces, self._pieces = self._pieces, []
         return pieces
 
-    def _begin(self, piece: Piece) -> None:
-        if self._parts:
-            self._end()
-        self._pieces.append(piece)
-
-    def _grow(self, before: str, text: str) -> None:
-        if not self._parts:
-            self._parts.append(before)
-        self._parts.append(text)
-
     def _end(self) -> None:
-        text = "".join(self._parts)
+        if len(self._parts) > 1:
+            whole = "".join(self._parts)
+            self._pieces[-1] = msgspec.structs.replace(self._pieces[-1], text=whole)
         self._parts.clear()
-        last = self._pieces[-1]
-        if isinstance(last, TextDelta):
-            last.text = text
-        else:
-            last.arguments = text
 
 
 class _State(Enum):
@@ -335,7 +303,7 @@ class MessageParser:
         if self._kept:
             index = self.num_calls - 1
             self._end_run()
-            self._joiner.begin_call(index, call_id, name)
+            self._joiner.add(Piece(call=index, call_id=call_id, name=name))
 
     def _end_call(self) -> None:
         if self._state is _State.ARGUMENTS and not self._arguments_seen:
@@ -346,14 +314,14 @@ class MessageParser:
             return
         self._arguments_seen = True
         if self._kept:
-            self._joiner.add_arguments(self.num_calls - 1, text)
+            self._joiner.add(Piece(call=self.num_calls - 1, text=text))
 
     def _add_text(self, text: str, *, is_reasoning: bool) -> None:
         if is_reasoning:
             self._end_run()
         else:
             self._run_has_text = True
-        self._joiner.add_text(text, is_reasoning=is_reasoning, run=self._run)
+        self._joiner.add(Piece(text=text, is_reasoning=is_reasoning))
 
     def _end_run(self) -> None:
         self._run += self._run_has_text
@@ -394,8 +362,9 @@ class Delta(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprobs]
     """One entry for each of `tokens` if logprobs were asked for, else none."""
     runs: list[int | None]
-    """The number of the run of text that the token of each of `logprobs` belongs to
-    (`TextDelta.run`); None = reasoning, part of a call, a marker or the end."""
+    """The number of the run of text that the token of each of `logprobs` belongs to: reasoning and
+    calls divide the answer's text into runs. None = reasoning, part of a call, a marker or the end.
+    """
     prompt_logprobs: msgspec.Raw | None = None
     """Set in the first `Delta` of a prompt's first choice; `unpacked_logprobs` reads them."""
     finish_reason: str | None = None
@@ -427,12 +396,9 @@ class Delta(msgspec.Struct, kw_only=True):
         return self._joined(is_reasoning=True)
 
     @property
-    def tool_calls(self) -> list[ToolCallDelta]:
-        return [piece for piece in self.pieces if isinstance(piece, ToolCallDelta)]
+    def tool_calls(self) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.call is not None]
 
     def _joined(self, *, is_reasoning: bool) -> str:
-        return "".join(
-            piece.text
-            for piece in self.pieces
-            if isinstance(piece, TextDelta) and piece.is_reasoning is is_reasoning
-        )
+        holds = (is_reasoning, None)
+        return "".join(piece.text for piece in self.pieces if piece.holds == holds)

@@ -328,7 +328,7 @@ def test_half_a_character_before_a_call_is_no_part_of_its_name() -> None:
     for event in answer(asked, [*half, *(token for token in opening if token), *rest, EOS]):
         it.feed(event)
     [call] = it.take().tool_calls
-    assert (call.name, call.call_id, call.arguments) == ("go", "functions.go:0", "{}")
+    assert (call.name, call.call_id, call.text) == ("go", "functions.go:0", "{}")
 
 
 def test_two_calls_never_share_an_id() -> None:

@@ -12,7 +12,7 @@ from mooncake.api.text.answer import (
     THINK_MARKERS,
     Marker,
     MessageParser,
-    TextDelta,
+    Piece,
     find_markers,
     function_name,
     reasoning_is_open,
@@ -152,7 +152,7 @@ def play(text: str, cuts: tuple[int, ...], *, max_calls: int | None = None) -> S
         for event in events[start:end]:
             choice.feed(event)
         delta = choice.take()
-        calls = [(c.index, c.call_id, c.name, c.arguments) for c in delta.tool_calls]
+        calls = [(c.call, c.call_id, c.name, c.text) for c in delta.tool_calls]
         pieces.append((delta.text, delta.reasoning, calls))
     seen = put_together(pieces)
     seen.finish = choice.finish_reason or ""
@@ -188,7 +188,7 @@ def test_spelled_markers_are_text() -> None:
     parser = MessageParser(MARKERS, reasoning_open=False, max_calls=None)
     for letter in f"{S}{B}":
         parser.text(letter)
-    assert parser.take() == [TextDelta(text=f"{S}{B}")]
+    assert parser.take() == [Piece(text=f"{S}{B}")]
     assert parser.num_calls == 0
 
 
@@ -206,7 +206,7 @@ def test_length_keeps_what_came() -> None:
         choice.feed(event)
     delta = choice.take()
     assert delta.finish_reason == "length"
-    assert delta.tool_calls[0].arguments == '{"abcdefg'
+    assert delta.tool_calls[0].text == '{"abcdefg'
 
 
 @pytest.mark.parametrize("stop", ["1", "functions", "}"])
@@ -223,7 +223,7 @@ def test_stop_strings_do_not_cut_tool_calls(stop: str) -> None:
         choice.feed(event)
     delta = choice.take()
     assert (delta.text, delta.stop_reason) == ("x  y", stop)
-    assert delta.tool_calls[0].arguments == '{"a": 1}'
+    assert delta.tool_calls[0].text == '{"a": 1}'
     assert delta.finish_reason == "tool_calls"
 
 
@@ -253,7 +253,7 @@ def test_template_that_opens_the_think_block() -> None:
     parser.text("hm")
     parser.marker(Marker.THINK_END)
     parser.text("yes")
-    assert parser.take() == [TextDelta(text="hm", is_reasoning=True), TextDelta(text="yes")]
+    assert parser.take() == [Piece(text="hm", is_reasoning=True), Piece(text="yes")]
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,6 @@ from mooncake.api.text.answer import (
     Marker,
     MessageParser,
     Piece,
-    TextDelta,
-    ToolCallDelta,
     join_pieces,
 )
 
@@ -55,12 +53,12 @@ def _counting() -> Iterator[None]:
 
 
 def texts(*, is_reasoning: bool = False) -> list[Piece]:
-    return [TextDelta(text=Counted("word "), is_reasoning=is_reasoning) for _ in range(NUM)]
+    return [Piece(text=Counted("word "), is_reasoning=is_reasoning) for _ in range(NUM)]
 
 
 def arguments() -> list[Piece]:
-    first = ToolCallDelta(index=0, call_id="functions.go:0", name="go", arguments=Counted("{"))
-    return [first, *(ToolCallDelta(index=0, arguments=Counted("     ")) for _ in range(NUM))]
+    first = Piece(call=0, call_id="functions.go:0", name="go", text=Counted("{"))
+    return [first, *(Piece(call=0, text=Counted("     ")) for _ in range(NUM))]
 
 
 def deltas(pieces: list[Piece]) -> Iterator[Delta]:
@@ -156,22 +154,20 @@ def test_a_whole_answer_is_put_together_once() -> None:
     for _ in range(NUM):
         parser.text(Counted("[1] "))
     text, call = parser.take()
-    assert isinstance(text, TextDelta)
-    assert isinstance(call, ToolCallDelta)
-    assert (text.text, call.arguments) == ("word " * NUM, "[1] " * NUM)
+    assert (text.text, call.text) == ("word " * NUM, "[1] " * NUM)
     assert (call.call_id, call.name) == ("functions.go:0", "go")
 
 
-def test_joining_keeps_order_runs_and_calls() -> None:
+def test_joining_keeps_order_and_calls() -> None:
     pieces: list[Piece] = [
-        TextDelta(text="a", is_reasoning=True), TextDelta(text="b", is_reasoning=True),
-        TextDelta(text="c", run=1), ToolCallDelta(index=0, call_id="i", name="f"),
-        ToolCallDelta(index=0, arguments="{"), ToolCallDelta(index=0, arguments="}"),
-        ToolCallDelta(index=1, call_id="j", name="g", arguments="{}"), TextDelta(text="d", run=2),
+        Piece(text="a", is_reasoning=True), Piece(text="b", is_reasoning=True),
+        Piece(text="c"), Piece(call=0, call_id="i", name="f"),
+        Piece(call=0, text="{"), Piece(call=0, text="}"),
+        Piece(call=1, call_id="j", name="g", text="{}"), Piece(text="d"),
     ]  # fmt: skip
     assert join_pieces(pieces) == [
-        TextDelta(text="ab", is_reasoning=True), TextDelta(text="c", run=1),
-        ToolCallDelta(index=0, call_id="i", name="f", arguments="{}"),
-        ToolCallDelta(index=1, call_id="j", name="g", arguments="{}"), TextDelta(text="d", run=2),
+        Piece(text="ab", is_reasoning=True), Piece(text="c"),
+        Piece(call=0, call_id="i", name="f", text="{}"),
+        Piece(call=1, call_id="j", name="g", text="{}"), Piece(text="d"),
     ]  # fmt: skip
     assert join_pieces([]) == []
