@@ -85,7 +85,6 @@ THREADS = {
     "launch/cluster/pool.py:Thread": OWN,
     "launch/cluster/supervision/local_keeper.py:Thread": TOLD,
     "launch/cluster/supervision/process_workers.py:Thread": ENDS,
-    "launch/cluster/lone_group.py:Thread": TOLD,
     "launch/cluster/serve.py:Thread": TOLD,
     "launch/cluster/supervision/worker_program.py:VitalThread": VITAL,
     "launch/host/file_digests.py:ThreadPoolExecutor": TOLD,

@@ -12,18 +12,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
-from mooncake.base import Role
+from mooncake.base import InternalError, MooncakeError, Role
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.facts import facts_of_seeds, joining_secret
 from mooncake.launch.cluster.log_file import start_log
-from mooncake.launch.cluster.lone_group import run_group
+from mooncake.launch.cluster.supervision.local_keeper import LocalKeepers
+from mooncake.launch.cluster.supervision.supervisor import Supervisor
 from mooncake.launch.cluster.workers import await_stages, joining_workers
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment
@@ -73,10 +75,7 @@ def serve_worker(config: ServeConfig) -> int:
             )  # fmt: skip
 
         if sharers:
-            run_group(
-                config, [settings, *sharers], show,
-                lambda each, pid: say(each.worker_id, pid, "serves"),
-            )  # fmt: skip
+            run_group(config, [settings, *sharers], show, say)
             return 0
 
         def started(worker: Worker) -> None:
@@ -84,6 +83,50 @@ def serve_worker(config: ServeConfig) -> int:
 
         run_worker(config, settings, lambda *progress: show(settings.worker_id, *progress), started)
     return 0
+
+
+def run_group(
+    config: ServeConfig,
+    group: Sequence[WorkerSettings],
+    show: report.Show,
+    say: Callable[[str, int, str], None],
+) -> None:
+    """Be these workers, which share their experts, each in a process of its own, until a signal.
+    Then they leave, which takes `shutdown_timeout` at most; a second signal ends them now. What
+    they do is told to `say` once all serve.
+
+    Raises:
+        MooncakeError: one cannot start, or has ended by itself; then all end.
+    """
+    ended: list[str] = []
+    stops = threading.Event()
+    supervisor = Supervisor(ended.append, config.shutdown_timeout, waits=True)
+
+    def on_signal(*_: object) -> None:
+        if stops.is_set():
+            supervisor.hurry()
+        stops.set()
+        supervisor.give_up()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    file = config.cluster_secret_file
+    own_file = None if file is None else Path(file).absolute()
+    keepers = LocalKeepers(f"group {os.getpid()}", own_file, 0.0, None)
+    try:
+        for worker_id, pid in supervisor.start([*group], show, keepers).items():
+            say(worker_id, pid, "serves")
+        ended.clear()  # who died while it was starting has come again
+        supervisor.watch(go_on=lambda: not ended)
+        if ended:
+            supervisor.hurry()  # the others cannot serve without it
+    except MooncakeError:
+        if not stops.is_set():
+            raise
+    finally:
+        supervisor.stop()
+    if ended:
+        raise InternalError(f"{ended[0]} has ended, and with it those that share its experts")
 
 
 def run_worker(

@@ -61,9 +61,12 @@ class FreeGpus:
 class LocalKeepers:
     """Makes the keepers of one run of `mooncake serve`."""
 
-    def __init__(self, run: str, secret_file: Path, orphan_s: float, forks: ForkServer | None):
+    def __init__(
+        self, run: str, secret_file: Path | None, orphan_s: float, forks: ForkServer | None
+    ) -> None:
         """`run`: the name under which a later start finds the workers. `secret_file`: where they
-        read the cluster secret. `orphan_s`: see `Begin`. `forks` starts their processes.
+        read the cluster secret; None: their settings have it. `orphan_s`: see `Begin`. `forks`
+        starts their processes.
         """
         self._run_name = run
         self._secret_file = secret_file
@@ -90,9 +93,11 @@ class LocalKeepers:
         return LocalKeeper(settings, place, begin, start, partial(self._gpus.give_back, shares))
 
     def _begin(self, settings: WorkerSettings, gpus: str | None) -> Begin:
+        file = self._secret_file
         return Begin(
-            settings=without_secret(settings), secret=read_secret(self._secret_file),
-            secret_file=str(self._secret_file), advertise_host=settings.bind_host,
+            settings=without_secret(settings),
+            secret=settings.cluster_secret if file is None else read_secret(file),
+            secret_file=None if file is None else str(file), advertise_host=settings.bind_host,
             fingerprint=fingerprint(settings, gpus), orphan_s=self._orphan_s,
         )  # fmt: skip
 
