@@ -45,7 +45,7 @@ def run(config: ServeConfig) -> int:
         if config.colocated and not config.dry_run:
             environment.restart_with(environment.variables())  # before anything slow
         if not config.dry_run and forks_workers(config):
-            forks = opened.enter_context(worker_forks(config))  # it imports while the rest goes on
+            forks = opened.enter_context(worker_forks())  # it imports while the rest goes on
         with importing():
             from mooncake.launch.cluster import serve
 

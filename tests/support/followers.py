@@ -29,10 +29,9 @@ def forked_followers(folder: Path, *modules: str) -> Iterator[None]:
 def forks(folder: Path, *modules: str) -> Iterator[Path]:
     """Yield where a process forks that has imported what followers need, and `modules`."""
     path = os.pathsep.join(each for each in sys.path if each)
-    # Those that followers get, too: the server refuses some whose variables differ from its own.
     environ = {**environment.QUIET, **environment.COMPUTE, **os.environ, "PYTHONPATH": path}
     early = ("mooncake.launch.worker.ranks.rank_processes", *modules)
-    with fork_server.ForkServer(folder / "forks", early, (), environ):
+    with fork_server.ForkServer(folder / "forks", early, environ):
         yield folder / "forks"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 from pathlib import Path
@@ -93,13 +92,3 @@ def test_a_server_and_its_fork_server_import_nothing_again(tmp_path: Path) -> No
         assert server.complete("a b c", 3)
         code, left = server.stop()
     assert (code, left) == (0, []), server.output
-
-
-def test_a_new_interpreter_starts_where_imports_would_differ(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    environ = {**os.environ, "RAY_USE_TLS": "1"}
-    with log.open("wb") as output:
-        process = forked_program.start(["version"], environ, output.fileno())
-    assert isinstance(process, subprocess.Popen)
-    assert process.wait(END_S) == 0
-    assert re.match("mooncake", log.read_text())

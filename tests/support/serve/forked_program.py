@@ -51,14 +51,14 @@ def start(
     words: Sequence[str], environ: Mapping[str, str], output: int, cwd: Path | None = None
 ) -> subprocess.Popen[str] | ForkedProcess:
     """Run `mooncake WORDS` in a session of its own; it writes to the descriptor `output`. Where no
-    process forks for it, such as for other variables of Ray's, a new interpreter starts.
+    process forks for it, a new interpreter starts.
     """
     variables = {**environment.QUIET, **environment.COMPUTE, **environ}
     directory = str(cwd or Path.cwd())
     reading, writing = os.pipe()
     with Path(os.devnull).open("rb") as nothing:
         files = [nothing.fileno(), output, output, writing]
-        program = ["-m", __name__, 3, directory, *words]
+        program = [__name__, 3, directory, *words]
         forked = fork_server.fork(program, variables, files, server=_forks())
         os.close(writing)
         if forked is not None:
@@ -80,7 +80,7 @@ def _forks() -> ForkServer:
                 **environment.QUIET, **environment.COMPUTE, **os.environ, "PYTHONPATH": path,
                 "PYTHONUNBUFFERED": "1",
             }  # fmt: skip
-            _Forks.server = ForkServer(Path(folder.name, "forks"), MODULES, (), environ)
+            _Forks.server = ForkServer(Path(folder.name, "forks"), MODULES, environ)
             atexit.register(folder.cleanup)
             atexit.register(_Forks.server.close)
         return _Forks.server

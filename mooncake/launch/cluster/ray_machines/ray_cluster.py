@@ -44,7 +44,6 @@ from mooncake.launch.cluster.supervision.worker_handle import Begin, fingerprint
 from mooncake.launch.config.config import WILDCARDS
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.processes.descendants import Descendants
-from mooncake.launch.host.processes.fork_server import ForkServer
 from mooncake.launch.host.secrets.credentials import keep_ray_token_private, read_secret
 from mooncake.launch.host.secrets.secret_file import SECRET_FILE
 from mooncake.launch.worker.settings import WorkerSettings
@@ -270,8 +269,6 @@ class RayKeepers:
     """Whether all workers run on this machine."""
     cpus_aside: bool = False
     """Whether engines without GPUs have a CPU of Ray for each of their threads."""
-    forks: ForkServer | None = None
-    """What starts the processes of this machine."""
     placed: bool = False
     """Whether the workers are those of a cluster that a file describes."""
     nodes: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -324,8 +321,6 @@ class RayKeepers:
                 # may run on this one, and would start once more on another.
                 strategy = NodeAffinitySchedulingStrategy(node, soft=False)
             runtime: dict[str, Any] = {"env_vars": {**environment.QUIET, **environment.COMPUTE}}
-            if here_only and self.forks is not None:
-                runtime["py_executable"] = str(self.forks.executable)
             actor: Any = (
                 ray.remote(WorkerActor)
                 .options(

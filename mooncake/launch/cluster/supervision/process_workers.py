@@ -177,8 +177,7 @@ class ProcessWorkers(Workers):
         groups = ray_cluster.groups_of_held(workers, self._held)
         keepers = ray_cluster.RayKeepers(
             run, self._own_file, self._orphan_s, here_only=config.stays_here,
-            cpus_aside=config.follows_load and not config.stays_here, forks=self._forks,
-            groups=groups,
+            cpus_aside=config.follows_load and not config.stays_here, groups=groups,
         )  # fmt: skip
         show("ray", report.READY, 1, 1)
         return keepers.spread_over(workers, self._held, [*ray_cluster.nodes()])

@@ -225,7 +225,7 @@ def start_at(
             _gpus_file(place).write_text(gpus)
         with Path(os.devnull).open("rb") as nothing:
             files = [nothing.fileno(), 1, 2, number]
-            forked = fork(["-m", PROGRAM, 3], environ, files, outlives=True, server=forks)
+            forked = fork([PROGRAM, 3], environ, files, outlives=True, server=forks)
             if forked is not None:
                 forked.let_go()
                 return

@@ -1,10 +1,9 @@
 """A process that has imported what workers need, and forks. A forked worker saves the seconds that
 its imports take, and shares their memory with the others.
 
-`fork_client.py` asks for a fork, and each of the two ends with the other. A forked process may ask
-for further ones with `fork`, also for one that outlives it. Threads do not survive a fork, so the
-server has none. If an import starts a thread, the server refuses, and workers start as any process
-does. It ends with its parent.
+A process asks for a fork with `fork`; the fork ends with it, or outlives it. A forked process may
+ask for further ones. Threads do not survive a fork, so the server has none. If an import starts a
+thread, the server refuses, and workers start as any process does. It ends with its parent.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import json
 import os
 import runpy
 import select
-import shlex
 import signal
 import socket
 import subprocess
@@ -27,13 +25,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
-CLIENT = Path(__file__).with_name("fork_client.py")
 CLIENT_S = 10.0
 """A client that has not said by then what it wants is refused."""
-SETTLED_BY_IMPORT = ("RAY_JOB_ID", "RAY_AUTH_MODE", "RAY_USE_TLS")
-"""Variables that Ray reads when it is imported. A client whose values differ is refused."""
 MAX_FILES = 16
 ANSWER_BYTES = 16
 """More than the number of a process has."""
@@ -42,7 +36,7 @@ _MAIN = "from mooncake.launch.host.processes.fork_server import main; main()"
 
 @dataclass(frozen=True)
 class Command:
-    """What a client wants to run: a script with its arguments, an environment and open files."""
+    """What a client wants to run: a module with its arguments, an environment and open files."""
 
     words: list[str | int]
     """A number n stands for the descriptor of the n-th file."""
@@ -59,31 +53,16 @@ class Command:
 class ForkServer:
     """Starts a fork server and ends it. Use as a context, or `close` it."""
 
-    def __init__(
-        self,
-        path: Path,
-        early: Sequence[str],
-        late: Sequence[str],
-        environ: Mapping[str, str],
-        variables: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        """Start the server at the socket `path`. It imports `early` now, in `environ`, and `late`
-        when the first client comes, in the client's environment. Processes started by `executable`
-        get `variables` in addition to their own.
-        """
+    def __init__(self, path: Path, modules: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Start the server at the socket `path`. It imports `modules`, in `environ`."""
         self.path = path
-        self.executable = path.with_suffix(".sh")
-        """A command to use instead of Python's executable, so that scripts are forked."""
-        sets = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-        self.executable.write_text("\n".join(["#!/bin/sh", *sets, f'exec {self.command} "$@"\n']))
-        self.executable.chmod(0o700)
         path.unlink(missing_ok=True)
         # Bound here, so that clients may come at once. Only the server holds it afterwards: where
         # it has died, clients are refused.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(path))
             listener.listen(64)
-            words = [str(listener.fileno()), ",".join(early), ",".join(late)]
+            words = [str(listener.fileno()), ",".join(modules)]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _MAIN, *words],
                 stdin=subprocess.PIPE,  # the server ends when this pipe closes
@@ -97,12 +76,6 @@ class ForkServer:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def command(self) -> str:
-        """The shell words to put before a Python script so that it is forked."""
-        words = [sys.executable, "-I", "-S", str(CLIENT), str(self.path)]
-        return shlex.join(words)
-
     def ended(self) -> bool:
         """Return whether the server has ended; clients then start as any process does."""
         return self._process.poll() is not None
@@ -114,7 +87,6 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
         self.path.unlink(missing_ok=True)
-        self.executable.unlink(missing_ok=True)
 
     def __enter__(self) -> ForkServer:
         return self
@@ -180,7 +152,7 @@ def fork(
     server: ForkServer | None = None,
 ) -> Fork | None:
     """Let `server`, or else the one that forked this process, fork once more; the fork becomes
-    `python WORDS`. Return None if there is no server, or if it no longer forks.
+    `python -m WORDS`. Return None if there is no server, or if it no longer forks.
 
     files: descriptors for standard input, output and errors, then those that the fork inherits. A
     number n in `words` stands for the n-th of them. outlives: the fork does not end with this
@@ -209,18 +181,19 @@ def fork(
 
 def main() -> None:
     """Be the server until standard input ends. In a fork, be what its client wants."""
-    number, early, late = sys.argv[1:]
+    number, modules = sys.argv[1:]
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    command = _serve(socket.socket(fileno=int(number)), early.split(","), late.split(","))
+    command = _serve(socket.socket(fileno=int(number)), modules.split(","))
     if command is not None:
         _be(command)
 
 
-def _serve(listener: socket.socket, early: Sequence[str], late: Sequence[str]) -> Command | None:
+def _serve(listener: socket.socket, modules: Sequence[str]) -> Command | None:
     """Fork for each client. Return its command in the fork, and None at the end of the server."""
     own_pid = os.getpid()
     gc.disable()  # nothing that is imported is garbage
-    _import(early)
+    for name in filter(None, modules):
+        importlib.import_module(name)
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then keeps no dead children
     poll = select.poll()
@@ -233,12 +206,7 @@ def _serve(listener: socket.socket, early: Sequence[str], late: Sequence[str]) -
         with connection, contextlib.suppress(OSError, ValueError):
             command = _received(connection)
             try:
-                if any(late):
-                    _set_environment(command.environ)
-                    _import(late)
-                    gc.freeze()
-                    late = ()
-                if _differs(command.environ) or num_threads() > 1 or _has_left(connection.fileno()):
+                if num_threads() > 1 or _has_left(connection.fileno()):
                     continue
                 if (pid := os.fork()) == 0:
                     Origin.path = listener.getsockname()
@@ -270,17 +238,6 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def _import(modules: Sequence[str]) -> None:
-    for name in filter(None, modules):
-        importlib.import_module(name)
-
-
-def _differs(environ: Mapping[str, str]) -> bool:
-    """Return whether imports in `environ` could give other modules than the imports here."""
-    known = {name: environ[name] for name in SETTLED_BY_IMPORT if name in environ}
-    return any(os.environ.get(name) != value for name, value in known.items())
-
-
 def _received(connection: socket.socket) -> Command:
     """Return what a client wants.
 
@@ -298,7 +255,7 @@ def _received(connection: socket.socket) -> Command:
 
 
 def _be(command: Command) -> None:
-    """Be the process that `python WORDS` would be."""
+    """Be the process that `python -m WORDS` would be."""
     os.setsid()  # Ray ends what is in the group of a worker that has died
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, descriptor in enumerate(command.files[:3]):
@@ -309,19 +266,13 @@ def _be(command: Command) -> None:
     else:
         _end_with(command.client)
     os.chdir(command.directory)
-    _set_environment(command.environ)
+    os.environ.clear()
+    os.environ.update(command.environ)
     words = [str(command.files[each] if isinstance(each, int) else each) for each in command.words]
     gc.enable()
-    if words[0] == "-m":
-        _show_words(words)
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        return
-    while words[0].startswith("-"):  # flags of the interpreter
-        del words[0]
+    _show_words(["-m", *words])
     sys.argv = words
-    sys.path.insert(0, str(Path(words[0]).parent))
-    runpy.run_path(words[0], run_name="__main__")
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
 def _show_words(words: Sequence[str]) -> None:
@@ -332,11 +283,6 @@ def _show_words(words: Sequence[str]) -> None:
     shown = b"\0".join(os.fsencode(word) for word in (sys.executable, *words))
     length = end - first
     ctypes.memmove(first, shown[: length - 1].ljust(length, b"\0"), length)
-
-
-def _set_environment(environ: Mapping[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environ)
 
 
 def _has_left(connection: int) -> bool:

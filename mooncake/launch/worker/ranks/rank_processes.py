@@ -156,7 +156,7 @@ def start_follower(
     with Path(os.devnull).open("rb") as nothing:
         standard = nothing.fileno(), 1, 2
         numbers = range(len(standard), len(standard) + len(descriptors))
-        words = ["-m", PROGRAM, *_words(numbers, far)]
+        words = [PROGRAM, *_words(numbers, far)]
         forked = fork(words, environ, [*standard, *descriptors])
     if forked is not None:
         return forked
