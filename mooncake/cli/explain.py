@@ -8,17 +8,16 @@ import sys
 import time
 import urllib.parse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from mooncake.base import ConfigError
 from mooncake.cli.command import Command
 from mooncake.cli.status import ServerAddress
 from mooncake.launch.config.options import setting, text, truth
 from mooncake.launch.host.http_client import Client
+from mooncake.sim.files import write
 from mooncake.telemetry.terminal import plain_table
 
 BAR_CHARS = 32
@@ -57,10 +56,7 @@ def explain(wanted: Explain) -> int:
 
 
 def _write(name: str, bundle: dict[str, Any]) -> None:
-    try:
-        Path(name).write_text(json.dumps(bundle, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"bundle: {name}: {error.strerror}") from None
+    write(name, json.dumps(bundle, indent=1) + "\n")
     number = len(bundle.get("placements", ()))
     print(f"{name}: {number} placements; mooncake simulate --replay {name} chooses again")
 

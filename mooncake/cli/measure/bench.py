@@ -26,6 +26,7 @@ from mooncake.launch.config.bench_settings import (
 from mooncake.launch.config.options import shared_values, values_of
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment
+from mooncake.sim.files import write
 
 BLIND_VOCAB = 256
 """Number of ids that every vocabulary has, for prompts of ids if no checkpoint says how many there
@@ -48,21 +49,18 @@ mooncake bench serve --dataset-name timed_trace --dataset-path trace.jsonl --sel
 def _serve(wanted: BenchServe) -> int:
     from mooncake.api.http.client import HttpClient
     from mooncake.api.http.event_loop import run_in_loop
-    from mooncake.bench.report import TITLES
 
-    shown = _listed(wanted.percentile_metrics, "percentile-metrics", TITLES)
-    _pairs(wanted.metadata, "metadata")  # a mistake in it must not cost the run
     url = wanted.base_url or f"http://{wanted.host}:{wanted.port}"
     client = HttpClient(url, insecure=wanted.insecure)
-    return run_in_loop(_serve_async(wanted, client, shown))
+    return run_in_loop(_serve_async(wanted, client))
 
 
-async def _serve_async(wanted: BenchServe, client: Any, shown: list[str]) -> int:
+async def _serve_async(wanted: BenchServe, client: Any) -> int:
     from mooncake.bench import report
     from mooncake.bench.endpoint import DEFAULT_ENDPOINTS, Target
     from mooncake.bench.serve import benchmark, first_model, shown_errors
 
-    headers = _pairs(wanted.header, "header")
+    headers, shown = dict(wanted.header), wanted.percentile_metrics
     if wanted.api_key and "authorization" not in {name.lower() for name in headers}:
         headers["Authorization"] = f"Bearer {wanted.api_key}"
     model = wanted.model or await first_model(client, headers)
@@ -103,7 +101,7 @@ def _run_of(wanted: BenchServe) -> Run:
     return Run(
         arrivals=Arrivals(ramp=ramp, **values_of(wanted, Arrivals)),
         progress=not wanted.disable_tqdm,
-        percentiles=_percentiles(wanted.metric_percentiles),
+        percentiles=wanted.metric_percentiles,
         goodput_ms=parse_goodput(wanted.goodput),
         **values_of(wanted, Run),
     )
@@ -122,12 +120,8 @@ def _fields(wanted: BenchServe) -> dict[str, Any]:
         else:
             fields["logprobs"] = wanted.logprobs
     if wanted.chat_template_kwargs:
-        fields["chat_template_kwargs"] = _json_object(
-            wanted.chat_template_kwargs, "chat-template-kwargs"
-        )
-    if wanted.extra_body:
-        fields |= _json_object(wanted.extra_body, "extra-body")
-    return fields
+        fields["chat_template_kwargs"] = wanted.chat_template_kwargs
+    return fields | (wanted.extra_body or {})
 
 
 def _samples(wanted: BenchServe, model: str) -> Any:
@@ -196,7 +190,7 @@ def _save(wanted: BenchServe, model: str, fields: dict[str, Any]) -> None:
         "model_id": model,
         "tokenizer_id": wanted.tokenizer or model,
         "num_prompts": wanted.num_prompts,
-        **_pairs(wanted.metadata, "metadata"),
+        **dict(wanted.metadata),
         "request_rate": rate_word(wanted.request_rate),
         "burstiness": wanted.burstiness,
         "max_concurrency": wanted.max_concurrency,
@@ -300,57 +294,7 @@ class _OpenEngine:
 
 def _show_engine_result(wanted: BenchEngine, result: Any) -> None:
     print("\n".join(result.lines()))
-    if wanted.output_json:
-        try:
-            Path(wanted.output_json).write_text(json.dumps(result.document(), indent=4))
-        except OSError as error:
-            raise ConfigError(
-                f"output-json: the result cannot be written: {error}; name another file"
-            ) from error
-
-
-# ---------------------------------------------------------------- words
-
-
-def _pairs(words: Sequence[str], name: str) -> dict[str, str]:
-    pairs = {}
-    for word in words:
-        key, sign, value = word.partition("=")
-        if not (sign and key.strip()):
-            raise ConfigError(f"{name}: {word!r} is not NAME=VALUE")
-        pairs[key.strip()] = value.strip()
-    return pairs
-
-
-def _json_object(text: str, name: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{name}: not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ConfigError(
-            f"{name}: {text!r} is JSON, but not an object; write pairs of names and values in "
-            "braces"
-        )
-    return value
-
-
-def _listed(text: str, name: str, known: Any) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    for word in words:
-        if word not in known:
-            raise ConfigError(f"{name}: {word!r} is not one of {', '.join(known)}")
-    return words
-
-
-def _percentiles(text: str) -> tuple[float, ...]:
-    try:
-        values = tuple(float(word) for word in text.split(","))
-    except ValueError as error:
-        raise ConfigError(f"metric-percentiles: {text!r} is not like 50,99") from error
-    if not all(0 <= value <= 100 for value in values):
-        raise ConfigError(f"metric-percentiles: {text!r} has a number that is not from 0 to 100")
-    return values
+    write(wanted.output_json, json.dumps(result.document(), indent=4))
 
 
 COMMANDS = (

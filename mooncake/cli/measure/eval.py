@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -18,6 +17,7 @@ from mooncake.cli.command import Command
 from mooncake.launch.config.bench_settings import BenchServe
 from mooncake.launch.config.options import SomeOf, count, same_as, setting, text
 from mooncake.launch.config.train_settings import weights
+from mooncake.sim.files import check_writable, write
 from mooncake.tasks.mix import TASKS, evaluation_samples
 from mooncake.telemetry.terminal import progress, show_rows
 
@@ -59,10 +59,7 @@ def run(wanted: Eval) -> int:
             raise ConfigError(
                 f"at-least: {task} is not among the tasks that are sent; add it to --tasks"
             )
-    if wanted.json is not None and not Path(wanted.json).absolute().parent.is_dir():
-        raise ConfigError(
-            f"json: the directory of {wanted.json} does not exist; create it, or name another file"
-        )
+    check_writable(wanted.json)
     return run_in_loop(_run(wanted, HttpClient(wanted.base_url, insecure=wanted.insecure)))
 
 
@@ -90,12 +87,11 @@ async def _run(wanted: Eval, client: HttpClient) -> int:
         client.close()
     tools = ToolCalls.total(score.tool_calls for score in scores)
     _show(model, scores, tools)
-    if wanted.json is not None:
-        tasks = {score.task: score.document() for score in scores}
-        document = {
-            "model": model, "seed": wanted.seed, "tasks": tasks, "tool_calls": tools.document(),
-        }  # fmt: skip
-        Path(wanted.json).write_text(json.dumps(document, indent=1) + "\n")
+    document = {
+        "model": model, "seed": wanted.seed, "tool_calls": tools.document(),
+        "tasks": {score.task: score.document() for score in scores},
+    }  # fmt: skip
+    write(wanted.json, json.dumps(document, indent=1) + "\n")
     failures = [why for score in scores for why in score.failures]
     for why in failures[:3]:
         console.print(f"failed: {why}", highlight=False, markup=False)

@@ -9,18 +9,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
 
-from mooncake.base import ConfigError, CostSample, Role
+from mooncake.base import CostSample, Role
 from mooncake.cli.command import Command
 from mooncake.launch.config.options import count, same_as, setting, shared_values, text, truth
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.worker.profile import ROLES, Fit, fit, shapes_within
+from mooncake.sim.files import check_writable, write
 from mooncake.telemetry.terminal import progress, show_rows
 
 if TYPE_CHECKING:
@@ -55,10 +55,7 @@ def run(wanted: Profile) -> int:
     """Profile a checkpoint, print tables or JSON, write `out` where it is given."""
     from mooncake.launch.worker.direct import DirectEngine
 
-    if wanted.out is not None and not Path(wanted.out).absolute().parent.is_dir():
-        raise ConfigError(
-            f"out: the directory of {wanted.out} does not exist; create it, or name another file"
-        )
+    check_writable(wanted.out)
     console = Console(stderr=wanted.json)
     with DirectEngine.open(**shared_values(wanted, ServeConfig)) as engine:
         config = engine.config
@@ -72,8 +69,7 @@ def run(wanted: Profile) -> int:
         "experts": experts,
         **{role.value: _document(found) for role, found in fits.items()},
     }
-    if wanted.out is not None:
-        Path(wanted.out).write_text(json.dumps(document, indent=1) + "\n")
+    write(wanted.out, json.dumps(document, indent=1) + "\n")
     if wanted.json:
         print(json.dumps(document))
     else:

@@ -5,15 +5,21 @@ fields of `mooncake.bench` that they set.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from mooncake.bench.arrivals import Arrivals, Run
+from mooncake.bench.report import TITLES
 from mooncake.bench.samples import RandomShape, RepetitionShape
 from mooncake.engine.config import SpeculativeConfig
 from mooncake.launch.config.options import (
     OneOf,
+    SomeOf,
     count,
+    json_object,
     number,
     owned,
+    pairs,
+    percentiles,
     same_as,
     setting,
     text,
@@ -42,7 +48,7 @@ class BenchServe:
     port: int = same_as(ServeConfig, "port", ENDPOINT)
     endpoint: str | None = setting(None, text, ENDPOINT, "PATH",
         "path of the API (default: the backend's)")
-    header: tuple[str, ...] = setting((), texts, ENDPOINT, "NAME=VALUE",
+    header: tuple[tuple[str, str], ...] = setting((), pairs, ENDPOINT, "NAME=VALUE",
         "header to send with every request; may be repeated", repeat=True)
     api_key: str | None = setting(None, text, ENDPOINT, "KEY",
         "API key, if the server asks for one",
@@ -117,12 +123,14 @@ class BenchServe:
         "number of logprobs to ask for with each token")
     ignore_eos: bool = setting(False, truth, SAMPLE, "",
         "go on after the end of the text; always on for random prompts")
-    chat_template_kwargs: str | None = setting(None, text, SAMPLE, "JSON",
+    chat_template_kwargs: dict[str, Any] | None = setting(None, json_object, SAMPLE, "JSON",
         "variables for the chat template")
-    extra_body: str | None = setting(None, text, SAMPLE, "JSON", "further fields for every request")
-    percentile_metrics: str = setting("ttft,tpot,itl", text, RESULTS, "LIST",
-        "metrics of which percentiles are shown")
-    metric_percentiles: str = setting("99", text, RESULTS, "LIST", "percentiles to show")
+    extra_body: dict[str, Any] | None = setting(None, json_object, SAMPLE, "JSON",
+        "further fields for every request")
+    percentile_metrics: tuple[str, ...] = setting(("ttft", "tpot", "itl"), SomeOf(*TITLES),
+        RESULTS, "LIST", "metrics of which percentiles are shown")
+    metric_percentiles: tuple[float, ...] = setting((99,), percentiles, RESULTS, "LIST",
+        "percentiles to show")
     goodput: tuple[str, ...] = setting((), texts, RESULTS, "NAME:MS",
         "limits that a good request must keep", many="+")
     disable_tqdm: bool = setting(False, truth, RESULTS, "", "show no progress bar")
@@ -131,7 +139,7 @@ class BenchServe:
     save_detailed: bool = setting(False, truth, RESULTS, "",
         "write the figures of every request too")
     append_result: bool = setting(False, truth, RESULTS, "", "append to the file if it exists")
-    metadata: tuple[str, ...] = setting((), texts, RESULTS, "NAME=VALUE",
+    metadata: tuple[tuple[str, str], ...] = setting((), pairs, RESULTS, "NAME=VALUE",
         "values to write into the file",
         many="*")
     result_dir: str | None = setting(None, text, RESULTS, "DIR",

@@ -4,11 +4,7 @@ reads it again when it changes. A running server keeps its keys when new ones ca
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hashlib
-import logging
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +17,7 @@ from mooncake.api.config import MAX_SLO_MS
 from mooncake.base import ConfigError, Priority
 from mooncake.launch.config.options import nearest
 from mooncake.launch.host.secrets.credentials import check_mode
-from mooncake.telemetry.audit import audit
+from mooncake.launch.host.secrets.secret_file import LOOK_S, SecretFollower
 
 LATENCIES = ("slo_ttft_ms", "slo_tbt_ms")
 LIMITS = (
@@ -34,60 +30,33 @@ _NAMES_OF_PLAIN_KEYS = re.compile(r"key [0-9]+")
 are kept for repeats.
 """
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
-LOOK_S = 2.0
-"""How often the file is looked at."""
-
-_log = logging.getLogger(__name__)
 
 
-class KeyFile:
-    """Reads a file of keys that may be rewritten at any time. Remembers what the file looked like
-    when it was last read.
-    """
+class KeyFollower(SecretFollower):
+    """Follows a file of keys: a mistake in it changes nothing."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._seen = self._look()
+    stays = "the keys stay as they were"
+    kind = "keys"
+    named = "api-keys-file"
 
-    def newer(self, *, asked: bool = False) -> tuple[ApiKey, ...] | None:
-        """Return the keys if the file has changed or the operator `asked`, otherwise None. Return
-        None also if the file cannot be used; one log line then says why.
-        """
-        looks = self._look()
-        if looks == self._seen and not asked:
-            return None
-        self._seen = looks
-        try:
-            keys = read_keys(self._path)
-        except ConfigError as error:
-            _log.error("the keys stay as they were: %s", error.message)
-            audit("keys_refused", file=self._path, reason=error.message)
-            return None
-        _log.info("api-keys-file: %d keys read from %s", len(keys), self._path)
-        audit("keys_read", file=self._path, names=sorted(key.name for key in keys))
-        return keys
+    def __init__(
+        self, file: str, use: Callable[[tuple[ApiKey, ...]], object], look_s: float = LOOK_S
+    ) -> None:
+        """Call `use` with the keys when they have changed, in another thread."""
 
-    def _look(self) -> tuple[int, ...]:
-        """Return what changes when the file, or the link that leads to it, changes."""
-        try:
-            found = os.stat(self._path)
-        except OSError:
-            return ()
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-async def follow(
-    file: KeyFile, asked: asyncio.Event, use: Callable[[tuple[ApiKey, ...]], None]
-) -> None:
-    """Call `use` with the keys whenever they change, and when `asked`, until cancelled."""
-    while True:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
-                await asked.wait()
-        was_asked = asked.is_set()
-        asked.clear()
-        if (keys := file.newer(asked=was_asked)) is not None:
+        def use_all(_: str) -> list[str]:
+            keys = read_keys(file)
             use(keys)
+            return sorted(key.name for key in keys)
+
+        super().__init__(file, use_all, look_s)
+
+    def read(self, file: Path) -> str:
+        """Return the contents; no file is a mistake, too."""
+        try:
+            return file.read_text(errors="replace")
+        except OSError as error:
+            return str(error)
 
 
 def read_keys(path: str) -> tuple[ApiKey, ...]:

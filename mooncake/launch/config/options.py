@@ -322,6 +322,19 @@ def role_settings(name: str, value: object) -> tuple[tuple[str, int], ...]:
     return tuple(found.items())
 
 
+def json_object(
+    name: str, value: object, fields: str = "names and values, in braces"
+) -> dict[str, Any]:
+    """Read a JSON object; in a file also a mapping. `fields`: what it holds."""
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ConfigError(f"{flag(name)}: {value!r} is no JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{flag(name)}: {value!r} is no JSON object of {fields}")
+    return given
+
+
 def table(kind: type) -> Callable[[str, object], Any]:
     """Read a JSON object (in a file: a mapping) of the fields of the dataclass `kind`."""
     known = {field.name: field for field in dataclasses.fields(kind)}
@@ -329,12 +342,7 @@ def table(kind: type) -> Callable[[str, object], Any]:
     def read(name: str, value: object) -> Any:
         if isinstance(value, kind):
             return value
-        try:
-            given = json.loads(value) if isinstance(value, str) else value
-        except ValueError as error:
-            raise ConfigError(f"{flag(name)}: {value!r} is no JSON: {error}") from None
-        if not isinstance(given, dict):
-            raise ConfigError(f"{flag(name)}: {value!r} is no JSON object of {', '.join(known)}")
+        given = json_object(name, value, ", ".join(known))
         for key in given:
             if key not in known:
                 raise ConfigError(
@@ -381,6 +389,26 @@ def labels(name: str, value: object) -> tuple[str, ...]:
             raise ConfigError(f"{flag(name)}: {key} is named twice")
         found[key] = word
     return tuple(sorted(found.values()))
+
+
+def pairs(name: str, value: object) -> tuple[tuple[str, str], ...]:
+    """Read "NAME=VALUE", one text or a list of them."""
+    found = []
+    for written in texts(name, value):
+        key, sign, given = written.partition("=")
+        if not (sign and key.strip()):
+            raise ConfigError(f"{flag(name)}: {written!r} is not NAME=VALUE")
+        found.append((key.strip(), given.strip()))
+    return tuple(found)
+
+
+def percentiles(name: str, value: object) -> tuple[float, ...]:
+    """Read numbers from 0 to 100: a list, or one text with commas."""
+    listed = value if isinstance(value, list | tuple) else str(value).split(",")
+    found = tuple(number(name, each) for each in listed)
+    if not all(0 <= each <= 100 for each in found):
+        raise ConfigError(f"{flag(name)}: {value!r} has a number that is not from 0 to 100")
+    return found
 
 
 def number(name: str, value: object) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from mooncake.launch.config.options import (
     OneOf,
     count,
     flag,
+    json_object,
     nearest,
     number,
     options_of,
@@ -49,14 +49,8 @@ def stages(name: str, value: object) -> tuple[dict[str, Any], ...]:
     own = [field.name for field in dataclasses.fields(Stage)]
     found = []
     for written in value if isinstance(value, list | tuple) else [value]:
-        try:
-            given = json.loads(written) if isinstance(written, str) else written
-        except ValueError as error:
-            raise ConfigError(f"{flag(name)}: {written!r} is no JSON: {error}") from None
-        if not isinstance(given, dict):
-            raise ConfigError(f"{flag(name)}: {given!r} is no mapping of settings")
         stage = {}
-        for key, one in given.items():
+        for key, one in json_object(name, written).items():
             field = str(key).replace("-", "_")
             if field not in own:
                 raise ConfigError(

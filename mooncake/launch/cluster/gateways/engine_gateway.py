@@ -21,7 +21,7 @@ from mooncake.api.http.event_loop import run_in_loop
 from mooncake.api.http.server import serve
 from mooncake.base import MonotonicClock, Role, SystemIds, Unavailable
 from mooncake.base.mailbox import Mailbox
-from mooncake.launch.cluster.gateways.gateway_process import api_config, follow_keys, listen
+from mooncake.launch.cluster.gateways.gateway_process import api_config, following_keys, listen
 from mooncake.launch.cluster.log_file import start_log
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.settings import ServeConfig
@@ -97,15 +97,11 @@ async def _serve(config: ServeConfig, name: str) -> int:
         )  # fmt: skip
         app = create_engines_app(proxy, ids=ids, clock=clock, recorder=recorders)
         _on_signals(stop, proxy)
-        following = follow_keys(config, app.state.keyring)
-        try:
-            await serve(
-                app, api, stop=stop, listener=listener,
-                ready=lambda host, port: _announce(config, host, port),
-            )  # fmt: skip
-        finally:
-            if following is not None:
-                following.cancel()
+        opened.enter_context(following_keys(config, app.state.keyring))
+        await serve(
+            app, api, stop=stop, listener=listener,
+            ready=lambda host, port: _announce(config, host, port),
+        )  # fmt: skip
     return 0
 
 

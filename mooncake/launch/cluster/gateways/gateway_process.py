@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from mooncake import __version__
-from mooncake.api import ApiConfig, GatewayBackend, ServedModel, bind, create_app, serve
+from mooncake.api import ApiConfig, ApiKey, GatewayBackend, ServedModel, bind, create_app, serve
 from mooncake.api.http.access import Keyring
 from mooncake.base import (
     Clock,
@@ -30,7 +30,7 @@ from mooncake.base import (
 from mooncake.base.block_events.kv_events import KvEventsConfig
 from mooncake.base.cluster_mode import Weights
 from mooncake.launch.cluster.facts import GATEWAY_ID, encode_facts, read_facts, with_weights
-from mooncake.launch.config.key_file import KeyFile, follow, read_keys
+from mooncake.launch.config.key_file import KeyFollower, read_keys
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig
@@ -153,12 +153,8 @@ class GatewayProcess:
             )
             opened.enter_context(self._driven())
             opened.enter_context(self._publishing(config.kv_events_config))
-            following = follow_keys(config, self._app.state.keyring)
-            try:
-                await serve(self._app, api_server, stop=stop, ready=ready, listener=listener)
-            finally:
-                if following is not None:
-                    following.cancel()
+            opened.enter_context(following_keys(config, self._app.state.keyring))
+            await serve(self._app, api_server, stop=stop, ready=ready, listener=listener)
 
     async def attend(self, stop: asyncio.Event) -> None:
         """Know workers and other gateways until `stop`, without an API server, so that no request
@@ -220,19 +216,27 @@ class GatewayProcess:
             self.backend.stop()
 
 
-def follow_keys(config: ServeConfig, keyring: Keyring) -> asyncio.Task[None] | None:
-    """Read the file of keys again when it changes, and on SIGHUP. None: there is no such file."""
+@contextlib.contextmanager
+def following_keys(config: ServeConfig, keyring: Keyring) -> Iterator[None]:
+    """Read the file of keys, if there is one, again when it changes, and on SIGHUP."""
     if config.api_keys_file is None:
-        return None
-    asked = asyncio.Event()
-    asked.set()  # it may have changed since it was read for the API server
+        yield
+        return
+    loop = asyncio.get_running_loop()
 
-    def on_signal() -> None:
-        asked.set()
-        reopen()
+    def use(keys: tuple[ApiKey, ...]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has just ended
+            loop.call_soon_threadsafe(keyring.replace, keys)
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, on_signal)
-    return asyncio.create_task(follow(KeyFile(config.api_keys_file), asked, keyring.replace))
+    with contextlib.closing(KeyFollower(config.api_keys_file, use)) as following:
+        following.ask()  # it may have changed since it was read for the API server
+
+        def on_signal() -> None:
+            following.ask()
+            reopen()
+
+        loop.add_signal_handler(signal.SIGHUP, on_signal)
+        yield
 
 
 def _cache_infos(plan: ServePlan) -> list[CacheInfo]:

@@ -1,12 +1,12 @@
-"""Follows the file of the cluster secret: a new secret is used within seconds, without a
-restart.
+"""Follows a file of secrets, such as the cluster secret or API keys: what is new in it is used
+within seconds, without a restart.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mooncake.base import ConfigError, MooncakeError
@@ -27,38 +27,64 @@ _log = logging.getLogger(__name__)
 class SecretFollower:
     """Reads a file again and again, in its own thread, until closed."""
 
+    stays = "the cluster secret stays as it was"
+    """Why a refusal does no harm, for the log."""
+    kind = "secret"
+    """What the audit log calls it."""
+    named = "cluster-secret-file"
+
     def __init__(
-        self, file: Path | str | None, use: Callable[[str], None], look_s: float = LOOK_S
+        self,
+        file: Path | str | None,
+        use: Callable[[str], Sequence[str] | None],
+        look_s: float = LOOK_S,
     ) -> None:
         """Call `use` with the contents whenever they have changed. `use` may raise MooncakeError,
-        which is logged. Without a file there is nothing to follow.
+        which is logged, and may return the names in them for the audit log. Without a file there is
+        nothing to follow.
         """
         self._use = use
         self._look_s = look_s
-        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._is_asked = self._is_closed = False
         if file is not None:
-            VitalThread(self._follow, "cluster secret", Path(file), _read(Path(file))).start()
+            VitalThread(self._follow, self.named, Path(file), self.read(Path(file))).start()
+
+    def read(self, file: Path) -> str | None:
+        """Return the contents; None: they do not count now."""
+        return _read(file)
+
+    def ask(self) -> None:
+        """Have the contents used now, whether they have changed or not. From any thread."""
+        self._is_asked = True
+        self._wake.set()
 
     def close(self) -> None:
         """End it. From any thread, any number of times."""
-        self._stop.set()
+        self._is_closed = True
+        self._wake.set()
 
     def _follow(self, file: Path, known: str | None) -> None:
         before = known
-        while not self._stop.wait(self._look_s):
-            found = _read(file)
+        while True:
+            self._wake.wait(self._look_s)
+            self._wake.clear()
+            if self._is_closed:
+                return
+            asked, self._is_asked = self._is_asked, False
+            found = self.read(file)
             settled, before = found == before, found
-            if not settled or found is None or found == known:
+            if found is None or not (asked or (settled and found != known)):
                 continue
             known = found
             try:
-                self._use(found)
+                names = self._use(found)
             except MooncakeError as error:
-                _log.error("the cluster secret stays as it was: %s", error.message)
-                audit("secret_refused", file=str(file), reason=error.message)
+                _log.error("%s: %s", self.stays, error.message)
+                audit(f"{self.kind}_refused", file=str(file), reason=error.message)
             else:
-                _log.info("cluster-secret-file: %s has been read again and is used now", file)
-                audit("secret_read", file=str(file))
+                _log.info("%s: %s has been read again and is used now", self.named, file)
+                audit(f"{self.kind}_read", file=str(file), names=names)
 
 
 def _read(file: Path) -> str | None:

@@ -62,4 +62,4 @@ def test_a_checkpoint_is_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert len(document["decode"]["coefficients"]) == 5
     assert all(sample["seconds"] > 0 for sample in document["prefill"]["samples"])
     assert run(["profile", model, "--out", str(tmp_path / "nowhere" / "x.json")]) == 2
-    assert "the directory of" in capsys.readouterr().err
+    assert "its directory does not exist" in capsys.readouterr().err

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import hashlib
+import queue
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mooncake.base import ConfigError, Priority
-from mooncake.launch.config.key_file import KeyFile, follow, read_keys
-from tests.support.waiting import LONG_S
+from mooncake.launch.config.key_file import KeyFollower, read_keys
+from tests.support.waiting import LONG_S, wait_until
 
 GOOD = """
 keys:
@@ -111,15 +113,30 @@ def named(path: Path, *names: str) -> None:
     fresh.replace(path)
 
 
-def test_a_file_is_read_again_only_when_it_changed_or_on_request(tmp_path: Path) -> None:
+LOOK_S = 0.01
+Names = queue.SimpleQueue[list[str]]
+
+
+@contextlib.contextmanager
+def following(path: Path) -> Iterator[tuple[KeyFollower, Names]]:
+    """Yield what follows a file, and the names in what it gives."""
+    used: Names = queue.SimpleQueue()
+    follower = KeyFollower(str(path), lambda keys: used.put([key.name for key in keys]), LOOK_S)
+    with contextlib.closing(follower):
+        yield follower, used
+
+
+def test_keys_are_given_when_they_change_and_on_request(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     named(path, "alice")
-    file = KeyFile(str(path))
-    assert file.newer() is None
-    assert [key.name for key in file.newer(asked=True) or ()] == ["alice"]
-    named(path, "alice", "bob")
-    assert [key.name for key in file.newer() or ()] == ["alice", "bob"]
-    assert file.newer() is None
+    with following(path) as (follower, used):
+        follower.ask()
+        assert used.get(timeout=LONG_S) == ["alice"], "as they are"
+        named(path, "alice", "bob")
+        assert used.get(timeout=LONG_S) == ["alice", "bob"]
+        named(path, "carl")
+        assert used.get(timeout=LONG_S) == ["carl"]
+        assert used.empty(), "each once"
 
 
 def test_a_link_that_leads_elsewhere_is_a_change(tmp_path: Path) -> None:
@@ -129,11 +146,11 @@ def test_a_link_that_leads_elsewhere_is_a_change(tmp_path: Path) -> None:
         named(tmp_path / str(at) / "keys.yaml", name)
     link = tmp_path / "data"
     link.symlink_to("0")
-    file = KeyFile(str(link / "keys.yaml"))
-    fresh = tmp_path / "fresh"
-    fresh.symlink_to("1")
-    fresh.replace(link)
-    assert [key.name for key in file.newer() or ()] == ["bob"]
+    with following(link / "keys.yaml") as (_, used):
+        fresh = tmp_path / "fresh"
+        fresh.symlink_to("1")
+        fresh.replace(link)
+        assert used.get(timeout=LONG_S) == ["bob"]
 
 
 def test_what_cannot_be_read_changes_nothing_and_is_said_once(
@@ -141,41 +158,21 @@ def test_what_cannot_be_read_changes_nothing_and_is_said_once(
 ) -> None:
     path = tmp_path / "keys.yaml"
     named(path, "alice")
-    file = KeyFile(str(path))
-    path.write_text("keys: [{name: alice, key: sk-secret, limit: 9}]")
-    with caplog.at_level("INFO"):
-        assert file.newer() is None
-        assert file.newer() is None
-        assert file.newer(asked=True) is None
+
+    def said() -> list[str]:
+        return [one.getMessage() for one in caplog.records if one.name != "mooncake.audit"]
+
+    with caplog.at_level("INFO"), following(path) as (follower, used):
+        path.write_text("keys: [{name: alice, key: sk-secret, limit: 9}]")
+        wait_until(lambda: len(said()) == 1, "the mistake is said")
+        follower.ask()
+        wait_until(lambda: len(said()) == 2, "it is said on request")
         path.unlink()
-        assert file.newer() is None
-    said = [one.getMessage() for one in caplog.records if one.name != "mooncake.audit"]
-    assert len(said) == 3
-    assert all(line.startswith("the keys stay as they were: api-keys-file: ") for line in said)
-    assert "unknown field limit" in said[0]
-    assert "secret" not in " ".join(said)
-    named(path, "bob")
-    assert [key.name for key in file.newer() or ()] == ["bob"]
-
-
-def test_a_follower_gets_the_keys_on_request_and_when_they_change(tmp_path: Path) -> None:
-    path = tmp_path / "keys.yaml"
-    named(path, "alice")
-
-    async def main() -> None:
-        seen: asyncio.Queue[list[str]] = asyncio.Queue()
-        asked = asyncio.Event()
-        task = asyncio.create_task(
-            follow(KeyFile(str(path)), asked, lambda keys: seen.put_nowait([k.name for k in keys]))
-        )
-        async with asyncio.timeout(LONG_S):
-            asked.set()
-            assert await seen.get() == ["alice"]
-            named(path, "bob")
-            assert await seen.get() == ["bob"]
-            asked.set()
-            named(path, "carl")
-            assert await seen.get() == ["carl"]
-        task.cancel()
-
-    asyncio.run(main())
+        wait_until(lambda: len(said()) == 3, "so is that there is no file")
+        assert used.empty()
+        lines = said()
+        named(path, "bob")
+        assert used.get(timeout=LONG_S) == ["bob"]
+    assert all(line.startswith("the keys stay as they were: api-keys-file: ") for line in lines)
+    assert "unknown field limit" in lines[0]
+    assert "secret" not in " ".join(lines)
