@@ -73,20 +73,16 @@ class Encrypt(WeightsKey):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Decrypt(WeightsKey):
-    # fmt: off
-    model: str = setting("", text, OUT, "DIR", "a checkpoint whose weights are encrypted",
-        positional=True, required=True)
-    out: str = setting("", text, OUT, "DIR", NEW, required=True)
-    # fmt: on
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Rekey(WeightsKey):
     # fmt: off
     model: str = setting("", text, OUT, "DIR", "a checkpoint whose weights are encrypted",
         positional=True, required=True)
     # fmt: on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decrypt(Rekey):
+    out: str = setting("", text, OUT, "DIR", NEW, required=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -223,13 +223,8 @@ class ColocatedWorkers(Workers):
         )
         self._cluster.start(settings)
         self._starting = None
-        return [
-            report.WorkerRow(
-                each.worker_id, each.role, os.getpid(), each.node_id,
-                report.holdings(plan, each.role),
-            )
-            for each in settings
-        ]  # fmt: skip
+        pids = dict.fromkeys(self._cluster.worker_ids, os.getpid())
+        return report.worker_rows(plan, settings, pids)
 
     def stop(self) -> None:
         if self._cluster is not None and self._starting is None:

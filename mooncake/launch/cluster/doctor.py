@@ -28,8 +28,7 @@ import msgspec
 
 from mooncake.base import ConfigError, MooncakeError, format_bytes
 from mooncake.identity.certificates import Pem, expiry, names_in
-from mooncake.launch.cluster.facts import Seeds
-from mooncake.launch.cluster.up import machine_credential, own_machine
+from mooncake.launch.cluster.up import asking, machine_credential, own_machine
 from mooncake.launch.config import options
 from mooncake.launch.config.cluster_file import (
     AUTHORITY,
@@ -218,7 +217,7 @@ def ports(own: Machine) -> Iterator[Finding]:
 
 def peers(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]:
     """Check whether each gateway's port can be reached, and which members the gateways know."""
-    for seed in cluster.seeds.split(","):
+    for seed in cluster.seeds:
         host, _, port = seed.removeprefix("tcp://").rpartition(":")
         try:
             began_s = time.monotonic()
@@ -230,15 +229,8 @@ def peers(cluster: ClusterFile, own: Machine, folder: Path) -> Iterator[Finding]
             yield judged(f"gateway {seed}", str(error.strerror or error), todo)
     if not all((folder / name).is_file() for name in own.credentials):
         return
-    given: dict[str, object] = {
-        "role": "decode", "join": cluster.seeds, "bind_host": own.address, "cluster_secret": "-",
-    }  # fmt: skip
-    if (allowed := cluster.settings["settings"].get("bind_ports")) is not None:
-        given["bind_ports"] = allowed  # a firewall may let gateways answer to these alone
-    config = resolve(given, None, {})
-    credential = machine_credential(own, folder)
     try:
-        with contextlib.closing(Seeds(config, credential)) as seeds:
+        with contextlib.closing(asking(cluster, own, machine_credential(own, folder))) as seeds:
             num_wanted = len(seeds.addresses)
             answers = seeds.ask(num_wanted) or seeds.ask(num_wanted) or seeds.ask(num_wanted)
     except MooncakeError as error:

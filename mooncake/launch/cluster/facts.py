@@ -136,13 +136,21 @@ def when_up(
 class Seeds:
     """Asks the gateways at a few addresses, on a separate channel until `close`."""
 
-    def __init__(self, config: ServeConfig, credential: Credential) -> None:
-        """Open the channel. Raises ConfigError if gateways could not answer to `bind_host`."""
-        _check_way_back(config.seeds, config.bind_host)
-        self.addresses = config.seeds
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        credential: Credential,
+        bind_host: str,
+        ports: tuple[int, int] | None,
+    ) -> None:
+        """Open the channel at `bind_host`, at one of these ports if a range is given. Raises
+        ConfigError if gateways could not answer there.
+        """
+        _check_way_back(addresses, bind_host)
+        self.addresses = addresses
         self._credential = credential
-        self._meant = SeedAddresses(config.seeds)
-        self._channel = ZmqChannel(config.bind_host, credential=credential, ports=config.bind_ports)
+        self._meant = SeedAddresses(addresses)
+        self._channel = ZmqChannel(bind_host, credential=credential, ports=ports)
         # With such an id a gateway knows that only this process is told of a refusal.
         own_id = f"{client_id(credential.certificate.channel_key.hex())}joining"
         self._own = WorkerRef(own_id, SystemIds().hex(8), self._channel.address)
@@ -229,7 +237,8 @@ def facts_of_seeds(config: ServeConfig, credential: Credential) -> ClusterFacts:
         ConfigError: gateways could not answer to `bind_host`, or they run another release.
         Forbidden: a gateway refuses, or has another cluster secret.
     """
-    with contextlib.closing(Seeds(config, credential)) as seeds:
+    own = config.bind_host, config.bind_ports
+    with contextlib.closing(Seeds(config.seeds, credential, *own)) as seeds:
         began_s = time.monotonic()
         told_s = began_s - REMIND_S + 2.0
         limit_s = max(ANSWER_S, config.join_timeout)
@@ -242,7 +251,7 @@ def facts_of_seeds(config: ServeConfig, credential: Credential) -> ClusterFacts:
         raise seeds.why_silent()
 
 
-def _check_way_back(seeds: tuple[str, ...], bind_host: str) -> None:
+def _check_way_back(seeds: Sequence[str], bind_host: str) -> None:
     """Raise ConfigError if no gateway could answer because it runs on another machine."""
     if not environment.is_loopback(bind_host):
         return

@@ -171,8 +171,9 @@ def _why_silent(
         secret = str(config.cluster_secret) if file is None else read_secret(Path(file))
         credential = own_credential(secret, CredentialRole.WORKER)
         if config.seeds:
-            anywhere = dataclasses.replace(config, bind_ports=None)  # this node has taken its own
-            with contextlib.closing(Seeds(anywhere, credential)) as seeds:
+            # At any port: this node has taken its own.
+            asking = Seeds(config.seeds, credential, config.bind_host, None)
+            with contextlib.closing(asking) as seeds:
                 told = [read_facts(each.facts) for each in seeds.ask()]
             for problem in (_misfit(plan.layout, facts) for facts in told):
                 if problem is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -16,6 +16,7 @@ from mooncake.base import Role, format_bytes
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.rank_plan import InstanceMemory, rank_rows
 from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.telemetry.terminal import plain_table
 
 Show = Callable[[str, str, int, int], None]
@@ -91,6 +92,19 @@ def holdings(plan: ServePlan, role: Role) -> str:
         return f"{format_bytes(memory.sum(lambda rank: rank.weights))} of routed experts{threads}"
     kv = format_bytes(memory.sum(lambda rank: rank.kv))
     return f"{ranks}{kv} KV, {tokens} tokens{threads}"
+
+
+def worker_rows(
+    plan: ServePlan, workers: Iterable[WorkerSettings], pids: Mapping[str, int]
+) -> list[WorkerRow]:
+    """Return the rows of workers that have started."""
+    return [
+        WorkerRow(
+            each.worker_id, each.role, pids[each.worker_id], each.node_id,
+            holdings(plan, each.role),
+        )
+        for each in workers
+    ]  # fmt: skip
 
 
 def started_table(rows: list[WorkerRow]) -> Table:

@@ -236,7 +236,7 @@ class _Serving:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
-        starting = _in_thread(loop, self._start)
+        starting = _in_thread(self._start)
         # When a signal comes first, the result of the start is not needed.
         starting.add_done_callback(lambda future: future.exception())
         api_server = asyncio.create_task(self._open_api_server())
@@ -251,7 +251,7 @@ class _Serving:
                 await serving
                 await watching
             finally:
-                await _in_thread(loop, self._workers.stop)
+                await _in_thread(self._workers.stop)
         return 0
 
     async def _until_gone(self) -> None:
@@ -373,27 +373,16 @@ class _Serving:
             self._workers.hurry()
 
 
-def _in_thread(
-    loop: asyncio.AbstractEventLoop, work: Callable[[], Result]
-) -> asyncio.Future[Result]:
+def _in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
     """Run `work` in a thread that does not delay the end of the process."""
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def succeed(result: Result) -> None:
-        if not future.done():
-            future.set_result(result)
-
-    def fail(error: BaseException) -> None:
-        if not future.done():
-            future.set_exception(error)
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
-            result = work()
+            future.set_result(work())
         except BaseException as error:
-            loop.call_soon_threadsafe(fail, error)
-        else:
-            loop.call_soon_threadsafe(succeed, result)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="launch", daemon=True).start()
-    return future
+    return asyncio.wrap_future(future)

@@ -24,9 +24,9 @@ from mooncake.identity.certificates import names_in
 from mooncake.launch.cluster.facts import Seeds
 from mooncake.launch.cluster.workers import check_transport
 from mooncake.launch.config.cluster_file import (
-    API_PORT,
     CERTIFICATE,
     RAY,
+    ROLES,
     STAGE,
     ClusterFile,
     Machine,
@@ -325,17 +325,13 @@ class Up:
         if missing:
             self._say("waiting for " + "; ".join(self._named(missing)))
             return
+        port = self._cluster.value_of("port", "gateway")
         urls = [
-            f"https://{bracketed(machine.address)}:{self._port + index}/v1"
+            f"https://{bracketed(machine.address)}:{port + index}/v1"
             for machine in self._cluster.machines
             for index in range(machine.counts.get("gateway", 0))
         ]
         self._say(f"all processes of {self._cluster.path.name} are here: {' '.join(urls)}")
-
-    @property
-    def _port(self) -> int:
-        settings = {**self._cluster.settings["settings"], **self._cluster.settings["gateway"]}
-        return int(str(settings.get("port", API_PORT)))
 
     def _named(self, missing: dict[str, int]) -> Iterator[str]:
         for machine in self._cluster.machines:
@@ -365,18 +361,12 @@ def _fate(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _asking(cluster: ClusterFile, machine: Machine) -> ServeConfig:
-    """Return the settings by which a machine with stages alone asks gateways who is there."""
-    told = cluster.settings["settings"]
-    given = {name: told[name] for name in ("bind_ports", "shutdown_timeout") if name in told}
-    return resolve(
-        {
-            **given, "model": cluster.model, "role": "decode", "join": cluster.seeds,
-            "bind_host": machine.address, "cluster_secret_file": next(iter(machine.credentials)),
-        },
-        None,
-        {},
-    )  # fmt: skip
+def asking(cluster: ClusterFile, machine: Machine, credential: Credential) -> Seeds:
+    """Return what asks the gateways of a cluster for a machine. A firewall may let them answer to
+    its ports alone.
+    """
+    role = next((role for role in ROLES if machine.counts.get(role)), STAGE)
+    return Seeds(cluster.seeds, credential, machine.address, cluster.value_of("bind_ports", role))
 
 
 def up(
@@ -407,10 +397,12 @@ def up(
             secrets = [f"{name}=..." for name in child.part.environ]
             say(" ".join([*secrets, "mooncake", *child.part.words]))
         return 0
-    configs = [config for _, config, _ in planned] or [_asking(cluster, machine)]
-    limits = [config.shutdown_timeout for config in configs]
-    limit_s = max(*limits, placed_limit_s(cluster, machine))
+    limits = [config.shutdown_timeout for _, config, _ in planned]
+    limits += [cluster.value_of("shutdown_timeout", STAGE), placed_limit_s(cluster, machine)]
     credential = machine_credential(machine, Path())
     following = SecretFollower(next(iter(machine.credentials)), credential.renew)
-    with contextlib.closing(following), contextlib.closing(Seeds(configs[0], credential)) as seeds:
-        return Up(cluster, machine, children, say).run(seeds, limit_s)
+    with (
+        contextlib.closing(following),
+        contextlib.closing(asking(cluster, machine, credential)) as seeds,
+    ):
+        return Up(cluster, machine, children, say).run(seeds, max(limits))

@@ -44,7 +44,6 @@ JOIN_PORT = 6400
 """The port at which others join the first gateway of a machine; a second gateway has the next
 port.
 """
-API_PORT = 8000
 JOIN_TIMEOUT_S = 24 * 3600
 CERTIFICATE, KEY, AUTHORITY = "cert.pem", "key.pem", "ca.pem"
 """Files of a machine's bundle, beside the file of the cluster."""
@@ -153,14 +152,24 @@ class ClusterFile:
         """
         return [machine.address for machine in self.machines if machine.counts.get(RAY)]
 
+    def told(self, role: str) -> dict[str, object]:
+        """Return the settings of the processes of a role, as written in the file."""
+        return {**self.settings["settings"], **self.settings.get(role, {})}
+
+    def value_of(self, name: str, role: str) -> Any:
+        """Return a setting of the processes of a role; the default if the file does not say it."""
+        option, default = options.options_of(ServeConfig)[name]
+        told = self.told(role)
+        return option.read(name, told[name]) if name in told else default
+
     @property
-    def seeds(self) -> str:
+    def seeds(self) -> list[str]:
         """The addresses that each process joins."""
-        return ",".join(
+        return [
             f"{options.DIRECT}{bracketed(machine.address)}:{JOIN_PORT + index}"
             for machine in self.machines
             for index in range(machine.counts.get("gateway", 0))
-        )
+        ]
 
     @property
     def stage_hosts(self) -> list[str]:
@@ -218,17 +227,17 @@ class ClusterFile:
 
     def _part(self, machine: Machine, role: str, index: int) -> Part:
         tls = {"certfile": CERTIFICATE, "keyfile": KEY}
-        of_role = {**self.settings["settings"], **self.settings[role]}
+        of_role = self.told(role)
         if role != "gateway":
             of_role = {n: v for n, v in of_role.items() if n not in _OF_GATEWAYS}
         given: dict[str, object] = {
-            "model": self.model, "role": role, "join": self.seeds,
+            "model": self.model, "role": role, "join": ",".join(self.seeds),
             "bind_host": machine.address, "node_id": machine.name,
             "cluster_secret_file": f"{_kind(role).value}.credential",
             "join_timeout": JOIN_TIMEOUT_S,
         }  # fmt: skip
         if role == "gateway":
-            port = int(str(of_role.get("port", API_PORT))) + index
+            port = self.value_of("port", role) + index
             given |= {"join_port": JOIN_PORT + index, "host": machine.address}
             given |= {f"ssl_{name}": file for name, file in tls.items()}
             given |= {"prefill": self.total("prefill")}
@@ -236,7 +245,7 @@ class ClusterFile:
         else:
             given |= {"health_host": machine.address}
             given |= {f"health_ssl_{name}": file for name, file in tls.items()}
-            if self.stage_hosts and str(of_role.get(_STAGES, 1)) != "1":
+            if self.stage_hosts and self.value_of(_STAGES, role) != 1:
                 given |= {"stage_hosts": self.stage_hosts}
             given |= of_role
         return Part(name=f"{role}-{index}", role=role, given=given)
@@ -326,8 +335,7 @@ def _check_placed(found: ClusterFile) -> None:
             f"out `{STAGE}`, or give the engines to machines instead of Ray"
         )
     for role in found.placed:
-        of_role = {**found.settings["settings"], **found.settings[role]}
-        if str(of_role.get(_SHARING, 1)) != "1":
+        if found.value_of(_SHARING, role) != 1:
             raise ConfigError(
                 f"{found.path}: {RAY}: {role}: Ray places each worker by itself, and with "
                 f"{flag(_SHARING)} several share their experts; leave that out"

@@ -104,7 +104,7 @@ def test_one_question_is_enough_where_a_gateway_is_up(
     """Although connections wake who waits for the answer, before it comes."""
     monkeypatch.setattr(facts_module, "ASK_AGAIN_S", 30.0)
     credential = own_credential("hush", CredentialRole.WORKER)
-    with contextlib.closing(facts_module.Seeds(joining(gateway), credential)) as asked:
+    with contextlib.closing(facts_module.Seeds([gateway], credential, "127.0.0.1", None)) as asked:
         [told] = asked.ask()
     assert told.facts
 

@@ -284,7 +284,8 @@ class _Node:
 
         end_s = time.monotonic() + AWAY_S
         credential: Credential = machine_credential(self._machine, Path())
-        with contextlib.closing(Seeds(config, credential)) as seeds:
+        own = config.bind_host, config.bind_ports
+        with contextlib.closing(Seeds(config.seeds, credential, *own)) as seeds:
             while go_on():
                 answers, here = seeds.ask(), {*ray_cluster.nodes().values()}
                 away = {

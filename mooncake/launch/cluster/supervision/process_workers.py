@@ -211,17 +211,7 @@ class ProcessWorkers(Workers):
             self._keep(secret)
 
         self._following = SecretFollower(config.cluster_secret_file, renew)
-        pids = supervisor.start(settings, show, keepers)
-        return [
-            report.WorkerRow(
-                each.worker_id,
-                each.role,
-                pids[each.worker_id],
-                each.node_id,
-                report.holdings(plan, each.role),
-            )
-            for each in settings
-        ]
+        return report.worker_rows(plan, settings, supervisor.start(settings, show, keepers))
 
     def _was_left(self, worker_id: str) -> bool:
         here = self._kept is not None and self._kept.has_workers([worker_id])
