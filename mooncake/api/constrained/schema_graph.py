@@ -28,6 +28,10 @@ MAX_PROPERTIES = 1_000
 for it together (`allOf`). The time to compile them grows with their square: 9,000 take 2.6 s of a
 CPU, 1,000 a fiftieth of that.
 """
+MAX_OPTIONAL = 450
+"""The most of these properties that an object may lack. Any of them may come next, and the library
+gives up a grammar of which more than 2,000 parts may, four for each, in the middle of an answer.
+"""
 MAX_NAME_PATTERNS = 100
 """The most patterns for names of properties (`patternProperties`) of one object, counted alike. 200
 take a second of a CPU to compile, 300 take six.
@@ -72,18 +76,32 @@ def check_schema(schema: dict[str, Any], param: str) -> int:
 _Count = Callable[[dict[str, Any]], int]
 _TOO_MANY = "more than {} {} (allOf counts together)"
 _PROPERTIES = "properties are declared for one object"
+_OPTIONAL = "properties of one object may be missing"
 
 
 def _num_patterns(part: dict[str, Any]) -> int:
     return sum(isinstance(part.get(key), str) for key in ("pattern", "format"))
 
 
-def _num_properties(part: dict[str, Any]) -> int:
+def _named_by(part: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """Return the properties that a schema declares, and those that it requires."""
     declared, required = part.get("properties"), part.get("required")
-    names = set(declared) if isinstance(declared, dict) else set()
-    if isinstance(required, list):
-        names.update(name for name in required if isinstance(name, str))
-    return len(names)
+    return (
+        set(declared) if isinstance(declared, dict) else set(),
+        {name for name in required if isinstance(name, str)}
+        if isinstance(required, list)
+        else set(),
+    )
+
+
+def _num_properties(part: dict[str, Any]) -> int:
+    declared, required = _named_by(part)
+    return len(declared | required)
+
+
+def _num_optional(part: dict[str, Any]) -> int:
+    declared, required = _named_by(part)
+    return len(declared - required)
 
 
 def _num_name_patterns(part: dict[str, Any]) -> int:
@@ -181,6 +199,7 @@ class _Graph:
         for own, most, what in (
             (_num_patterns, MAX_PATTERNS, "patterns and formats hold for one text"),
             (_num_properties, MAX_PROPERTIES, _PROPERTIES),
+            (_num_optional, MAX_OPTIONAL, _OPTIONAL),
             (_num_name_patterns, MAX_NAME_PATTERNS, "patternProperties hold for one object"),
         ):
             known: dict[int, int] = {}

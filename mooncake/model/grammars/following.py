@@ -235,7 +235,7 @@ class Follower:
     def _consume(self, token: int) -> None:
         if not self._bound().consume_token(token):
             problem = _first_line(self._bound().get_error())
-            raise InternalError(f"token {token} does not fit the grammar: {problem}")
+            raise InternalError(f"the grammar cannot be followed at token {token}: {problem}")
 
     def _bound(self) -> llguidance.LLMatcher:
         if self._matcher is None:

@@ -23,7 +23,7 @@ from mooncake.api.bounds import (
     STOP_IDS,
 )
 from mooncake.api.config import ApiConfig
-from mooncake.api.constrained.schema_graph import MAX_PROPERTIES
+from mooncake.api.constrained.schema_graph import MAX_OPTIONAL, MAX_PROPERTIES
 from mooncake.api.http.request_body import DIGITS_COST, ITEM_COST, NUM_DIGITS
 from mooncake.api.schema.chat import MAX_TOOLS
 from mooncake.api.schema.fields import INT64_MAX, MAX_ITEMS
@@ -66,10 +66,14 @@ CONTEXT_IDS = [40 + at % 900 for at in range(CONTEXT - 40)]
 
 
 def schema(num: int = MAX_PROPERTIES) -> dict[str, Any]:
-    """Return a schema of so many properties."""
+    """Return a schema of so many properties, of which as many as may be are optional."""
     kinds = [{"type": "string"}, {"type": "integer"}, {"enum": ["a", "b"]}, {"type": "boolean"}]
     properties = {f"field_{at}": kinds[at % 4] for at in range(num)}
-    return {"type": "object", "properties": properties, "required": list(properties)[:16]}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties)[: max(16, num - MAX_OPTIONAL)],
+    }
 
 
 TOO_LARGE = "(" + "ab|" * (MAX_SETTINGS_BYTES // 3) + "a)"

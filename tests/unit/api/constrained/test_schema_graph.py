@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import llguidance
 import pytest
 
 from mooncake.api.constrained.grammar import ToolRule, json_rule, lark_text, tool_rules
@@ -14,6 +15,7 @@ from mooncake.api.constrained.schema_graph import (
     MAX_DEPTH,
     MAX_NAME_PATTERNS,
     MAX_NESTING,
+    MAX_OPTIONAL,
     MAX_PARTS,
     MAX_PROPERTIES,
     check_schema,
@@ -98,7 +100,8 @@ def test_a_large_cycle_counts_whole_wherever_it_is_entered() -> None:
 
 def test_wide_is_not_deep() -> None:
     names = {f"a{i}": {"$ref": "#/$defs/one"} for i in range(1_000)}
-    check_schema({"properties": names, "$defs": {"one": {"type": "string"}}}, "x")
+    one = {"$defs": {"one": {"type": "string"}}}
+    check_schema({"properties": names, "required": list(names)} | one, "x")
 
 
 def test_nesting_has_a_limit() -> None:
@@ -122,12 +125,15 @@ def test_size_has_a_limit() -> None:
 
 def test_an_object_declares_few_properties() -> None:
     """The time to compile them grows with their square."""
-    half: dict[str, Any] = {"properties": {f"a{n}": {} for n in range(MAX_PROPERTIES // 2)}}
-    other: dict[str, Any] = {"properties": {f"b{n}": {} for n in range(MAX_PROPERTIES // 2)}}
-    more: dict[str, Any] = {"properties": {"c": {}}}
+    half, other = (
+        {"properties": {key: {} for key in names}, "required": names}
+        for names in ([f"{which}{n}" for n in range(MAX_PROPERTIES // 2)] for which in "ab")
+    )
+    more: dict[str, Any] = {"properties": {"c": {}}, "required": ["c"]}
     check_schema({"allOf": [half, {"$ref": "#/$defs/b"}], "$defs": {"b": other}}, "x")
     check_schema({"anyOf": [half | {"title": "a"}, other, more]}, "x")
     wide = {"properties": half["properties"] | other["properties"] | more["properties"]}
+    wide["required"] = list(wide["properties"])
     for schema in (
         wide,
         {"items": wide},
@@ -136,6 +142,30 @@ def test_an_object_declares_few_properties() -> None:
     ):
         with pytest.raises(InvalidRequest, match="more than 1000 properties"):
             check_schema(schema, "x")
+
+
+@pytest.mark.parametrize("num_required", [0, 9])
+def test_what_may_be_missing_can_be_followed(num_required: int) -> None:
+    """The library gives up 500 of them, and not before the first of their names may come."""
+    names = [f"p{number}" for number in range(num_required + MAX_OPTIONAL)]
+    schema = {
+        "properties": {name: {"type": "integer"} for name in names},
+        "required": names[:num_required],
+    }
+    text = lark_text(f"start: answer\nanswer: {json_rule(schema, 'x')}", "x")
+    matcher = llguidance.LLMatcher(
+        llguidance.LLTokenizer("byte"), llguidance.LLMatcher.grammar_from_lark(text), log_level=0
+    )
+    answer = dict.fromkeys((*names[:num_required], names[200], names[-1]), 1)
+    for byte in json.dumps(answer).encode():
+        assert matcher.consume_token(byte), matcher.get_error()[:99]
+        matcher.compute_bitmask()
+        assert not matcher.is_error(), matcher.get_error()[:99]
+    assert matcher.is_accepting()
+    schema["required"] = names[: max(0, num_required - 1)]
+    schema["properties"]["one more"] = {}
+    with pytest.raises(InvalidRequest, match="more than 450 properties of one object may be"):
+        json_rule(schema, "x")
 
 
 def test_an_object_requires_and_is_given_few_properties() -> None:
@@ -177,12 +207,13 @@ def test_values_that_a_schema_gives_count() -> None:
 def test_the_schemas_of_all_tools_share_the_limit() -> None:
     ids = {marker: number for number, marker in enumerate(Marker)}
     names = {f"a{number}": {"type": "string"} for number in range(498)}
-    tools = [ToolRule(f"t{number}", {"properties": names}) for number in range(21)]
+    object_ = {"properties": names, "required": list(names)[:49]}
+    tools = [ToolRule(f"t{number}", object_) for number in range(21)]
     assert tool_rules(tools[:20], ids, many=True, opened=False)[1] == []
     with pytest.raises(InvalidRequest, match="together") as refused:
         tool_rules(tools, ids, many=True, opened=False)
     assert refused.value.param == "tools"
-    tools[-1] = ToolRule("t20", {"properties": names}, strict=False)
+    tools[-1] = ToolRule("t20", object_, strict=False)
     _, weakened = tool_rules(tools, ids, many=True, opened=False)
     assert weakened == tools[-1:], "the last one is not followed, and so it is checked"
 

@@ -83,7 +83,7 @@ def acquired(
 
 
 def test_a_tenant_that_is_alone_leaves_permits_to_others() -> None:
-    """One call of eight prompts with n=128 asks for all 1,024."""
+    """Its calls ask for all 1,024."""
     permits = AdmissionPermits(1024)
     taken = [acquired(permits, f"flood-{number}", "flood") for number in range(1024)]
     assert len(taken) - taken.count(None) == 878
