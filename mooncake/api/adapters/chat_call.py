@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
-from mooncake.api.api_server import ApiServer, Kept
+from mooncake.api.api_server import KEEPS_ALL, ApiServer, Kept
 from mooncake.api.constrained.constraints import Thinking, chat_constraint
 from mooncake.api.generation.generation import Call
 from mooncake.api.generation.review import Review
@@ -48,8 +48,8 @@ async def new_chat_call(
             param="tools",
         )
     # A long conversation or a large schema takes seconds, in which no stream may stutter.
-    tokens, sampling, num_kept = await api_server.tokenizing.run(
-        lambda: _prompt(api_server, body), tenant
+    tokens, sampling, kept = await api_server.tokenizing.run(
+        lambda: _prompt(api_server, body, calls=calls), tenant
     )
     review = None
     if calls or body.asks_form:
@@ -59,19 +59,14 @@ async def new_chat_call(
     markers = api_server.think_markers | (api_server.tool_markers if calls else {})
     max_calls = 1 if body.parallel_tool_calls is False else None
     options = text_options(body, markers=markers, max_calls=max_calls)
-    # Templates leave out what was thought before an answer, but not before a call of a tool.
-    thinks = _thinking(api_server, body, tokens).is_possible
-    kept = Kept(
-        num_kept,
-        answer=calls or not thinks,
-        call_token=_marker_ids(api_server).get(Marker.CALL_BEGIN) if calls and thinks else None,
-    )
     return api_server.new_call(name, [(tokens, sampling)], body, options, review, kept)
 
 
-def _prompt(api_server: ApiServer, body: ChatRequest) -> tuple[list[int], SamplingParams, int]:
-    """Return the conversation's tokens, the sampling without a grammar, and how many leading tokens
-    the pool is to keep. Runs in a thread.
+def _prompt(
+    api_server: ApiServer, body: ChatRequest, *, calls: bool
+) -> tuple[list[int], SamplingParams, Kept]:
+    """Return the conversation's tokens, the sampling without a grammar, and what the pool is to
+    keep. Runs in a thread.
     """
     wanted, model = _wanted(body), api_server.model
     sampling = sampling_params(body, wanted, model, api_server.config)
@@ -79,7 +74,19 @@ def _prompt(api_server: ApiServer, body: ChatRequest) -> tuple[list[int], Sampli
     tokens = fit_prompt(found, body, sampling, model)
     most = most_tokens(body, sampling, len(tokens))
     sampling = fit_output(len(tokens), sampling, wanted, model, most)
-    return tokens, with_grammar(sampling, None, ""), _num_kept(api_server, body, tokens)
+    kept = _kept(api_server, body, tokens, calls=calls) if body.keep_s else KEEPS_ALL
+    return tokens, with_grammar(sampling, None, ""), kept
+
+
+def _kept(api_server: ApiServer, body: ChatRequest, tokens: list[int], *, calls: bool) -> Kept:
+    """Return what the pool is to keep of a call whose fields or marks ask for it."""
+    # Templates leave out what was thought before an answer, but not before a call of a tool.
+    thinks = _thinking(api_server, body, tokens).is_possible
+    return Kept(
+        _num_kept(api_server, body, tokens),
+        answer=calls or not thinks,
+        call_token=_marker_ids(api_server).get(Marker.CALL_BEGIN) if calls and thinks else None,
+    )
 
 
 def _num_kept(api_server: ApiServer, body: ChatRequest, tokens: list[int]) -> int:
@@ -87,8 +94,6 @@ def _num_kept(api_server: ApiServer, body: ChatRequest, tokens: list[int]) -> in
     All of them if the prompt was cut, or if the template does not take these messages alone.
     """
     num_messages = body.num_kept_messages
-    if not body.keep_s:
-        return 0
     if num_messages == len(body.messages) or body.truncate_prompt_tokens is not None:
         return len(tokens)
     fields = {
