@@ -194,6 +194,8 @@ def finish_app(
         )
     if config.access_log:
         app.add_middleware(AccessLog, clock=clock)  # the last one added is the outermost
+    # Starlette would make all this when the first request comes, which would wait for it.
+    app.middleware_stack = app.build_middleware_stack()
 
 
 def _record_batches(
