@@ -379,8 +379,9 @@ class WorkSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """New tokens of one request, or its end, from a worker to the gateway. The gateway passes it on
-    to the client's call without the end, in order of position. `start` shows repeats.
+    """New tokens of one request, or its end, from a worker to the gateway. The gateway passes on
+    what has new tokens, in order of position and each position once, to the client's call, which
+    gets the end by its `FinalEvent`.
     """
 
     request_id: str

@@ -207,7 +207,7 @@ class CompletionOutput:
     @functools.cached_property
     def _whole(self) -> Delta:
         pieces = join_pieces(self._pieces)
-        return Delta(index=self.index, pieces=pieces, tokens=[], logprobs=[], runs=[])
+        return Delta(index=self.index, pieces=pieces)
 
     def _shown(self) -> dict[str, Any]:
         names = [field.name for field in dataclasses.fields(self) if field.name[0] != "_"]
@@ -272,10 +272,7 @@ class OutputBuilder:
         self._pieces: list[list[Piece]] = [[] for _ in range(request.num_answers)]
         self._tokens: list[list[int]] = [[] for _ in self._pieces]
         self._logprobs: list[list[dict[int, Logprob] | None]] = [[] for _ in self._pieces]
-        self._answers = [
-            self._answer(Delta(index=index, pieces=[], tokens=[], logprobs=[], runs=[]))
-            for index in range(request.num_answers)
-        ]
+        self._answers = [self._answer(Delta(index=index)) for index in range(request.num_answers)]
 
     def add(self, deltas: Sequence[Delta]) -> None:
         """Add what is new in the answers."""

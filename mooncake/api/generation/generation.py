@@ -34,7 +34,6 @@ from mooncake.base import (
     MooncakeError,
     OutputEvent,
     RequestOutput,
-    TokenLogprobs,
     Unavailable,
 )
 from mooncake.base.request import CacheUse
@@ -82,10 +81,7 @@ class Choice:
             reasoning_open=reasoning_is_open(request.prompt_tokens, options.markers),
             max_calls=options.max_calls,
         )
-        self._tokens: list[int] = []
-        self._runs: list[int | None] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: msgspec.Raw | None = None
+        self._new = Delta(index=index)
 
     @property
     def finished(self) -> bool:
@@ -106,34 +102,25 @@ class Choice:
 
     def take(self) -> Delta:
         """Return what is new since the last call."""
-        delta = Delta(
-            index=self.index,
-            pieces=self._parser.take(),
-            tokens=self._tokens,
-            logprobs=self._logprobs,
-            runs=self._runs,
-            prompt_logprobs=self._prompt_logprobs,
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-        )
-        self._tokens, self._runs, self._logprobs = [], [], []
-        self._prompt_logprobs = None
+        delta, self._new = self._new, Delta(index=self.index)
+        delta.pieces = self._parser.take()
+        delta.finish_reason, delta.stop_reason = self.finish_reason, self._stop_reason
         return delta
 
     def _add(self, event: RequestOutput) -> None:
-        # A sequence that moved to another worker may repeat tokens.
-        repeated = self.num_tokens - event.start
-        if repeated < 0:
-            raise InternalError(f"tokens {self.num_tokens} to {event.start} of the answer are lost")
-        if memoryview(event.prompt_logprobs) and self.num_tokens == 0:
-            self._prompt_logprobs = event.prompt_logprobs
-        for at in range(repeated, len(event.tokens)):
-            self._tokens.append(event.tokens[at])
+        if event.start != self.num_tokens:
+            what = f"token {event.start} came after {self.num_tokens} tokens"
+            raise InternalError(f"parts of the answer are lost or repeated: {what}")
+        new = self._new
+        if memoryview(event.prompt_logprobs):
+            new.prompt_logprobs = event.prompt_logprobs
+        for at, token in enumerate(event.tokens):
+            new.tokens.append(token)
             if event.logprobs is not None:
-                self._logprobs.append(event.logprobs[at])
-                self._runs.append(self._run_of(event.tokens[at]))
+                new.logprobs.append(event.logprobs[at])
+                new.runs.append(self._run_of(token))
             self.num_tokens += 1
-            self._show(event.tokens[at])
+            self._show(token)
             if self.finished:
                 return
 

@@ -356,12 +356,12 @@ class Delta(msgspec.Struct, kw_only=True):
     """The additions to one choice since its last `Delta`."""
 
     index: int
-    pieces: list[Piece]
+    pieces: list[Piece] = []
     """Text, reasoning and tool calls in the model's order."""
-    tokens: list[int]
-    logprobs: list[TokenLogprobs]
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     """One entry for each of `tokens` if logprobs were asked for, else none."""
-    runs: list[int | None]
+    runs: list[int | None] = []
     """The number of the run of text that the token of each of `logprobs` belongs to: reasoning and
     calls divide the answer's text into runs. None = reasoning, part of a call, a marker or the end.
     """

@@ -207,16 +207,15 @@ class RequestRecord:
             return events
         start = len(self.tokens)
         self.tokens.extend(fresh)
-        events.append(
-            msgspec.structs.replace(
+        if len(fresh) < len(output.tokens):
+            output = msgspec.structs.replace(
                 output,
                 start=start,
                 tokens=fresh,
                 logprobs=None if output.logprobs is None else output.logprobs[known:stop],
                 prompt_logprobs=NO_LOGPROBS if start else output.prompt_logprobs,
-                finish=None,
             )
-        )
+        events.append(output)
         return events
 
     # ------------------------------------------------------------ limits in time

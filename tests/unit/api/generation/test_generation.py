@@ -1,4 +1,4 @@
-"""Events become text and ends: stops, special ids, repeats, failures, and calls of many choices."""
+"""Events become text and ends: stops, special ids, order, failures, and calls of many choices."""
 
 from __future__ import annotations
 
@@ -118,18 +118,13 @@ def test_special_tokens_show_only_when_asked() -> None:
     assert play("a<|im_end|>b", asked=asked, skip_special=False).text == "a<|im_end|>b"
 
 
-def test_repeated_tokens_of_a_second_attempt_are_dropped() -> None:
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_lost_and_repeated_tokens_are_an_error(start: int) -> None:
+    """The gateway passes on each position once, in order."""
     it = choice(request())
     it.feed(RequestOutput(request_id="r", attempt=0, start=0, tokens=[97, 98]))
-    it.feed(RequestOutput(request_id="r", attempt=0, start=0, tokens=[97, 98, 99]))
-    it.feed(RequestOutput(request_id="r", attempt=0, start=1, tokens=[98]))
-    assert it.take().text == "abc"
-
-
-def test_lost_tokens_are_an_error() -> None:
-    it = choice(request())
     with pytest.raises(InternalError, match="lost"):
-        it.feed(RequestOutput(request_id="r", attempt=0, start=1, tokens=[97]))
+        it.feed(RequestOutput(request_id="r", attempt=0, start=start, tokens=[97]))
 
 
 def final(name: str, reason: FinishReason, failure: Failure | None = None) -> FinalEvent:
