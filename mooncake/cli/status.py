@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +17,8 @@ from rich.table import Table
 from mooncake.base.errors import Forbidden, MooncakeError, UserError
 from mooncake.cli.command import Command
 from mooncake.launch.config.options import positive, setting, text, truth
+from mooncake.launch.host import machine_facts
+from mooncake.launch.host.environment import is_loopback
 from mooncake.launch.host.http_client import Client
 from mooncake.telemetry.terminal import plain_table
 
@@ -176,7 +179,7 @@ def worker_table(workers: list[dict[str, Any]], rates: Rates | None = None) -> T
             _used(load),
             *(rates.of(worker) if rates is not None else ()),
             *(of(worker) for of in shown.values()),
-            str(worker.get("health_url", "")).removeprefix("http://"),
+            _health(worker),
         )
     return table
 
@@ -209,6 +212,13 @@ def engine_table(engines: list[dict[str, Any]]) -> Table:
 def _counters(worker: dict[str, Any]) -> dict[str, float]:
     found: dict[str, float] = (worker.get("load") or {}).get("counters") or {}
     return found
+
+
+def _health(worker: dict[str, Any]) -> str:
+    """Return where a worker's health port is; on loopback, only its own machine reaches it."""
+    url, host = str(worker.get("health_url", "")), str(worker.get("host", ""))
+    is_there = is_loopback(urlsplit(url).hostname or "") and host != machine_facts.host_name()
+    return url.removeprefix("http://") + (f" on {host}" if is_there else "")
 
 
 def _used(load: dict[str, Any]) -> str:

@@ -34,6 +34,7 @@ from mooncake.launch.pool_node import node_lock
 from mooncake.launch.worker import process
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.launch.worker.worker import Worker
+from mooncake.scheduler.gateway.status import shown_address
 from mooncake.telemetry.audit import configure_audit
 from mooncake.transfer.regions import Progress
 
@@ -74,12 +75,16 @@ def serve_worker(config: ServeConfig) -> int:
                 soft_wrap=True, highlight=False,
             )  # fmt: skip
 
+        seeds = ", ".join(map(shown_address, config.seeds))
+
         if sharers:
             run_group(config, [settings, *sharers], show, say)
             return 0
 
         def started(worker: Worker) -> None:
-            say(settings.worker_id, os.getpid(), "sleeps" if worker.sleeps else "serves")
+            name, does = settings.worker_id, "sleeps" if worker.sleeps else "serves"
+            say(name, os.getpid(), f"waits for a gateway at {seeds}")
+            worker.once_joined(lambda: say(name, os.getpid(), does))
 
         run_worker(config, settings, lambda *progress: show(settings.worker_id, *progress), started)
     return 0
@@ -93,7 +98,7 @@ def run_group(
 ) -> None:
     """Be these workers, which share their experts, each in a process of its own, until a signal.
     Then they leave, which takes `shutdown_timeout` at most; a second signal ends them now. What
-    they do is told to `say` once all serve.
+    they do is told to `say` once all have started.
 
     Raises:
         MooncakeError: one cannot start, or has ended by itself; then all end.
@@ -115,7 +120,7 @@ def run_group(
     keepers = LocalKeepers(f"group {os.getpid()}", own_file, 0.0, None)
     try:
         for worker_id, pid in supervisor.start([*group], show, keepers).items():
-            say(worker_id, pid, "serves")
+            say(worker_id, pid, "has started")
         ended.clear()  # who died while it was starting has come again
         supervisor.watch(go_on=lambda: not ended)
         if ended:

@@ -218,7 +218,7 @@ def health_settings(config: ServeConfig, place: int = 0) -> HealthSettings:
             f"health-port: worker {place + 1} would need port {port}, and the last is 65535; give "
             "a smaller number, or 0"
         )
-    return HealthSettings(host=config.health_host, port=port, tls=config.tls("health_"))
+    return HealthSettings(host=config.health_address, port=port, tls=config.tls("health_"))
 
 
 def _admin_settings(config: ServeConfig, index: int = 0) -> AdminSettings | None:

@@ -243,7 +243,6 @@ class ClusterFile:
             given |= {"prefill": self.total("prefill")}
             given |= {**of_role, "port": port}
         else:
-            given |= {"health_host": machine.address}
             given |= {f"health_ssl_{name}": file for name, file in tls.items()}
             if self.stage_hosts and self.value_of(_STAGES, role) != 1:
                 given |= {"stage_hosts": self.stage_hosts}

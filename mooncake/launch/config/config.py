@@ -349,7 +349,8 @@ def _check_tls(config: ServeConfig, written: Mapping[str, object]) -> None:
         ("health_", "--health-port would speak plain HTTP"),
         *([("", "API keys would travel in plain HTTP")] if has_keys else []),
     ):
-        host, certfile = getattr(config, f"{port}host"), f"{port}ssl_certfile"
+        certfile = f"{port}ssl_certfile"
+        host = config.health_address if port == "health_" else getattr(config, f"{port}host")
         plain = getattr(config, certfile) is None and not config.http_without_tls
         if plain and not is_loopback(host):
             raise ConfigError(

@@ -249,8 +249,9 @@ class ServeConfig:
         "let the API with keys, the health ports and the admin ports speak plain HTTP beyond this "
         "machine",
         env="MOONCAKE_HTTP_WITHOUT_TLS")
-    health_host: str = setting("127.0.0.1", text, CLUSTER, "HOST",
-        "address at which --health-port listens")
+    health_host: str | None = setting(None, text, CLUSTER, "HOST",
+        "address at which --health-port listens (default: --bind-host if it may listen there, with "
+        "--health-ssl-certfile or --http-without-tls, otherwise 127.0.0.1)")
     health_port: int = setting(0, count(0, 65535), CLUSTER, "PORT",
         "port for /health and /metrics of each worker's process; a second worker takes the next "
         "port; with --headless this process takes the first; 0: any free ports, which `mooncake "
@@ -484,6 +485,12 @@ class ServeConfig:
         them, or others could not reach them elsewhere.
         """
         return self.ray_address is None or is_loopback(self.bind_host)
+
+    @property
+    def health_address(self) -> str:
+        """Where health ports listen: where others reach the process, if that is allowed."""
+        allowed = self.http_without_tls or self.health_ssl_certfile is not None
+        return self.health_host or (self.bind_host if allowed else "127.0.0.1")
 
     @property
     def seeds(self) -> tuple[str, ...]:

@@ -95,6 +95,7 @@ class Driver:
         self._calls: Mailbox[_Call] = Mailbox()
         self._stopping = False
         self._leaving: tuple[Callable[[Any], bool], float | None] | None = None
+        self._awaited: tuple[Callable[[Any], bool], Callable[[], object]] | None = None
         self._ended = False
         if shares and transfer is not None:
             transfer.offer_events(self._take_turn)
@@ -129,6 +130,12 @@ class Driver:
         """Ask the loop to end once `done(machine)`, or after `limit_s`; from any thread."""
         self._leaving = (done, None if limit_s is None else self._clock.now() + limit_s)
         self._calls.ring()
+
+    def once(self, holds: Callable[[Any], bool], then: Callable[[], object]) -> None:
+        """Call `then` at the first time that `holds(machine)` once the machine has done what is
+        due. Before `run`; an earlier call is forgotten.
+        """
+        self._awaited = (holds, then)
 
     def call(self, work: Callable[[Any, float], Any]) -> Future[Any]:
         """Run `work(machine, now)` between two events, in the loop's thread or, if turns are
@@ -240,6 +247,9 @@ class Driver:
         """
         now = self._clock.now()
         wake_s = self._machine.tick(now)
+        if self._awaited is not None and self._awaited[0](self._machine):
+            self._last.append(self._awaited[1])
+            self._awaited = None
         if self._leaving is not None:
             done, limit_s = self._leaving
             self._stopping |= done(self._machine)

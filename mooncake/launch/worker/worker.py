@@ -5,7 +5,7 @@ that it holds. Its process drives it (`process`), or a thread (`cluster.colocate
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +120,10 @@ class Worker:
                 lambda machine, _: Facts(joined=machine.joined, draining=machine.draining)
             )
         )
+
+    def once_joined(self, then: Callable[[], object]) -> None:
+        """Call `then` once a gateway knows this worker. Call it before the driver runs."""
+        self.driver.once(lambda machine: machine.joined, then)
 
     def families(self) -> list[Metric]:
         """Return the worker's figures as Prometheus families; none if its driver does not answer

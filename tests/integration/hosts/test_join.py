@@ -12,6 +12,7 @@ import pytest
 
 import mooncake
 from tests.support.docs.blocks import ROOT, words_of
+from tests.support.hosts.health_ports import assert_health_ports_are_where_status_says
 from tests.support.hosts.hosts import HOME, SHARED, Host, hosts
 from tests.support.serve.server_process import nano_checkpoint
 from tests.support.waiting import LONG_S, wait_until
@@ -52,8 +53,8 @@ def answers(host: Host, url: str) -> list[list[int]]:
 
 
 def first_answers(host: Host, url: str) -> list[list[int]]:
-    """Return the answers once the gateway knows the decode worker, which says that it serves before
-    the gateway does.
+    """Return the answers once this gateway knows the decode worker, which says that it serves when
+    any gateway knows it.
     """
 
     def tried() -> list[list[int]] | None:
@@ -87,7 +88,7 @@ def test_decode_and_a_gateway_join_from_other_machines(tmp_path: Path) -> None:
         at = f"{first.address}:{PORT}"
         told = {"10.0.0.7": first.address, "10.0.0.8": second.address}
         [join] = words_of("docs/roles.md", "mooncake serve --role decode --join 10.0.0.7", told)
-        join.append(PAGES)
+        join += [PAGES, "--http-without-tls"]
         make_secret(second)
         stranger = second.mooncake(*join)
         assert stranger.process.wait(LONG_S) == 4
@@ -108,6 +109,7 @@ def test_decode_and_a_gateway_join_from_other_machines(tmp_path: Path) -> None:
         )  # fmt: skip
         url = gateway.wait_for(r"on (http://\S+/v1)").group(1)
         assert first_answers(first, url) == alone
+        assert_health_ports_are_where_status_says(first, url, {first.name, second.name})
 
         for each in machines:
             each.lose(LOSS)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import mooncake
+from tests.support.hosts.health_ports import assert_health_ports_are_where_status_says
 from tests.support.hosts.hosts import HOME, SHARED, Host, Program, hosts
 from tests.support.serve.server_process import nano_checkpoint
 
@@ -87,7 +88,7 @@ def test_the_next_serve_adopts_what_runs_on_both_machines(tmp_path: Path) -> Non
                 "serve", f"{SHARED}/{model.name}", "--headless", "--ray-without-tls",
                 f"--ray-address={first.address}:{RAY_PORT}", "--bind-host=0.0.0.0",
                 f"--join-port={JOIN_PORT}", "--cluster-secret-file=secret", "--kvstore=0",
-                "--dtype=float32", PAGES, "--orphan-timeout=600",
+                "--dtype=float32", PAGES, "--orphan-timeout=600", "--http-without-tls",
             )  # fmt: skip
             program.wait_for("--role ROLE --join", END_S)
             return program
@@ -98,6 +99,8 @@ def test_the_next_serve_adopts_what_runs_on_both_machines(tmp_path: Path) -> Non
             f"--bind-host={second.address}", "--cluster-secret-file=secret",
         )  # fmt: skip
         url = gateway.wait_for(r"on (http://\S+/v1)", END_S).group(1)
+        for each in machines:
+            assert_health_ports_are_where_status_says(each, url, {"a", "b"})
         before = workers(machines)
         assert [len(each.split()) for each in before] == [1, 1], "each machine has an engine"
 

@@ -217,7 +217,9 @@ def test_one_more_worker_joins_and_leaves(server: ServerProcess) -> None:
     address = server.wait_for(r"--join (\S+)").group(1)
     with ServerProcess("--role", "prefill", "--join", address) as joiner:
         name = joiner.wait_for(r"(prefill-\S+) \(pid \d+\) serves").group(1)
-        server.wait_for_workers(WORKERS | {name})
+        assert set(server.worker_pids()) == WORKERS | {name}, "it serves when the gateway knows it"
+        waits = f"waits for a gateway at {address.partition('#')[0]}; Ctrl-C"
+        assert joiner.output.index(waits) < joiner.output.index(") serves;")
         assert server.complete("x", 4)
         code, left = joiner.stop()
         assert (code, left) == (0, []), joiner.output

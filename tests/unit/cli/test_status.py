@@ -83,6 +83,22 @@ def test_slow_stages_are_named() -> None:
     assert "stages" not in shown(workers[1:])
 
 
+def test_a_health_port_that_only_its_own_machine_reaches_says_which(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mooncake.launch.host.machine_facts.host_name", lambda: "a")
+
+    def shown_at(url: str, host: str) -> str:
+        return shown([worker("d0") | {"health_url": url, "host": host}])
+
+    assert "127.0.0.1:9000 on b" in shown_at("http://127.0.0.1:9000", "b")
+    assert "[::1]:9000 on b" in shown_at("http://[::1]:9000", "b")
+    for url, host in (
+        ("http://127.0.0.1:9000", "a"), ("https://10.0.0.8:9000", "b"), ("", "b"),
+    ):  # fmt: skip
+        assert " on " not in shown_at(url, host)
+
+
 def test_brackets_are_shown_as_they_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,7 +119,8 @@ def _begin(settings: WorkerSettings, secret_file: Path, orphan_s: float) -> Begi
     """Return what a worker's process on this machine is told."""
     secret, file = _secret_here(secret_file)
     return Begin(
-        settings=settings, secret=secret, secret_file=None if file is None else str(file),
+        settings=msgspec.structs.replace(settings, host=machine_facts.host_name()),
+        secret=secret, secret_file=None if file is None else str(file),
         advertise_host=_own_address(settings.bind_host), fingerprint=fingerprint(settings),
         orphan_s=orphan_s,
     )  # fmt: skip

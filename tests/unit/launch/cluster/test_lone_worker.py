@@ -99,7 +99,7 @@ def test_all_leave_on_a_signal_and_end_now_on_the_second(group: Group) -> None:
     group.on_look["end of decode-1"] = look
     group.on_stop = lambda: group.interrupt() if len(group.told) == len(NAMES) else None
     group.run()
-    assert group.said == [(name, 7, "serves") for name in NAMES]
+    assert group.said == [(name, 7, "has started") for name in NAMES]
     assert group.told[:2] == [(name, 600.0, True) for name in NAMES]
     assert group.told[2:] == [(name, 0.0, False) for name in NAMES]
     assert num_looks > 0

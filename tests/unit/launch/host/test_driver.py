@@ -211,6 +211,27 @@ def test_it_stops_at_the_limit_if_the_machine_is_never_done(rig: Rig) -> None:
     assert rig.error is None
 
 
+def test_something_is_done_once_the_machine_is_so_far(rig: Rig) -> None:
+    rig.machine.wanted = 2
+    done: list[int] = []
+    rig.driver.once(
+        lambda machine: machine.enough.is_set(), lambda: done.append(len(rig.machine.events))
+    )
+    rig.thread.start()
+    rig.peer.send("machine", abort(1))
+    until(lambda: rig.machine.events, "the first has come")
+    for _ in range(2):  # between two calls it looks
+        rig.driver.call(lambda *_: None).result(LONG_S)
+    assert not done
+    rig.peer.send("machine", abort(2))
+    until(lambda: done == [2], "it is done")
+    rig.peer.send("machine", abort(3))
+    until(lambda: len(rig.machine.events) == 3, "another has come")
+    rig.driver.stop()
+    rig.join()
+    assert done == [2], "once is enough"
+
+
 def test_calls_run_in_the_loops_thread_with_its_time(rig: Rig) -> None:
     rig.thread.start()
     name, now = rig.driver.call(lambda machine, now: (threading.current_thread(), now)).result(
