@@ -61,7 +61,7 @@ class FarStore:
         """Return the group of all ranks, seen from `rank`. Raises GroupError when the lead does not
         answer.
 
-        backend: "gloo" or "nccl". host: where gloo listens; NCCL takes the interfaces that its own
+        backend: "gloo" or "nccl". host: where gloo listens; NCCL takes the interface that its own
         environment names. timeout_s: how long the others may take to come to an exchange.
         """
         try:

@@ -25,6 +25,7 @@ from mooncake.base import InternalError
 from mooncake.crypto.keys import KeyRing, KeySource
 from mooncake.engine.ranks.rank_group import SIGN_S, SILENT_S
 from mooncake.launch.host import environment
+from mooncake.launch.host.interfaces import bind_nccl
 from mooncake.launch.host.processes.fork_server import fork
 from mooncake.launch.host.processes.vital_threads import end_with_vital_threads
 from mooncake.launch.host.secrets.key_source import read_keys
@@ -212,6 +213,8 @@ def main() -> None:
         if settings.store is not None:
             there = FarStore(settings.store)
             host_here = host or settings.store[0]
+            if host and kind == "nccl":
+                bind_nccl(host)
             return there.join(kind, size, settings.rank, host_here, timeout_s)
         assert memory is not None, "ranks of one machine share a file"
         return join(kind, size, settings.rank, memory, timeout_s)

@@ -8,6 +8,7 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mooncake.launch.host.interfaces import LOOPBACK, bind_nccl
 from mooncake.launch.host.processes.start_phases import importing
 from mooncake.launch.host.secrets.key_source import read_keys
 from mooncake.model.options import ModelOptions
@@ -63,6 +64,8 @@ def open_model(
     keys = read_keys(options.weights_key)
     lent = None if borrowed is None else borrowed.files
     lead = None
+    if options.group_kind == "nccl" and (options.shape.num_ranks > 1 or peers is not None):
+        bind_nccl(LOOPBACK if far is None else far.own_host)
     with contextlib.ExitStack() as opened:
         if peers is not None:
             opened.callback(peers.close)
