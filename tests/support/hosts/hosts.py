@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 
 from tests.support import namespaces
+from tests.support.hosts import late_link
 from tests.support.hosts.local_faults import LocalFaults
 from tests.support.namespaces import ip, sweep
 
@@ -98,11 +99,16 @@ class Program:
 class Host:
     """One host. Its processes are children of a first one, and end with it."""
 
-    def __init__(self, name: str, number: int, namespace: str, folder: Path, shared: Path) -> None:
+    def __init__(
+        self, name: str, number: int, namespace: str, switch: str, folder: Path, shared: Path
+    ) -> None:
+        """`namespace` is its network, and `switch` the one in which the bridge and its port are."""
         self.name = name
         self._shared = shared
         self.address = f"{NETWORK}.{number}"
         self._namespace = namespace
+        self._switch, self.port, self._late = switch, f"port{number}", f"late{number}"
+        self._forwards: subprocess.Popen[bytes] | None = None
         self._link = f"{namespace}v"
         self._folder = folder
         self._disk = folder / "disk"
@@ -220,6 +226,28 @@ class Host:
             f"4,{CHANCE.format(random=RANDOM, below=below)}",
         )  # fmt: skip
 
+    def delay(self, seconds: float) -> None:
+        """Have all between it and other hosts take so much longer, each way; 0: no longer."""
+        inside = ("-netns", self._switch, "link")
+        if self._forwards is not None:
+            self._forwards.kill()
+            self._forwards.communicate()
+            self._forwards = None
+            ip(*inside, "delete", self._late)
+        if not seconds:
+            ip(*inside, "set", self.port, "master", "bridge")
+            return
+        ip(*inside, "add", self._late, "up", "type", "veth", "peer", "name", f"{self._late}b")
+        ip(*inside, "set", f"{self._late}b", "master", "bridge", "up")
+        ip(*inside, "set", self.port, "nomaster")
+        self._forwards = subprocess.Popen(
+            ["setpriv", "--pdeathsig=KILL", "ip", "netns", "exec", self._switch,
+             sys.executable, late_link.__file__, self.port, self._late, str(seconds)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert self._forwards.stdout is not None
+        assert self._forwards.stdout.readline() == b"forwards\n"
+
     def num_sent_again(self) -> int:
         """Return how many segments of TCP it has sent more than once."""
         names, values = (
@@ -297,13 +325,13 @@ class Hosts:
 
     def _attach(self, number: int, folder: Path) -> Host:
         namespace, name = f"{self._tag}-{number}", "abcdefgh"[number - 1]
-        host = Host(name, number, namespace, folder / name, self._shared)
+        host = Host(name, number, namespace, self._switch, folder / name, self._shared)
         ip("netns", "add", namespace)
         self._namespaces.append(namespace)
         inside = ("-netns", namespace)
-        ip("-netns", self._switch, "link", "add", f"port{number}", "type", "veth",
+        ip("-netns", self._switch, "link", "add", host.port, "type", "veth",
            "peer", "name", "eth0", "netns", namespace)  # fmt: skip
-        ip("-netns", self._switch, "link", "set", f"port{number}", "master", "bridge", "up")
+        ip("-netns", self._switch, "link", "set", host.port, "master", "bridge", "up")
         ip(*inside, "link", "set", "lo", "up")
         ip(*inside, "address", "add", f"{host.address}/24", "dev", "eth0")
         ip(*inside, "link", "set", "eth0", "up")
@@ -329,6 +357,7 @@ class Hosts:
     def _close(self) -> None:
         for host in self.all:
             host.end()
+            host.delay(0.0)
         for namespace in reversed(self._namespaces):
             with contextlib.suppress(OSError):
                 ip("netns", "delete", namespace)
