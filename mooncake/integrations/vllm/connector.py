@@ -28,6 +28,7 @@ from mooncake.integrations.vllm.lookups import PoolLookups, logger
 from mooncake.integrations.vllm.mover import Mover, Staging
 from mooncake.integrations.vllm.pages import Pages, StagedPages
 from mooncake.integrations.vllm.plan import Planner, Scheduled, StepJobs, Use
+from mooncake.integrations.vllm.saves import StepSaves
 
 IDLE_WAIT_S = 0.005
 """How long an engine that has nothing to compute waits for the pool before it asks again."""
@@ -144,17 +145,22 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """
 
     def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+        self,
+        layer_name: str,
+        kv_layer: Any,  # noqa: ARG002
+        attn_metadata: Any,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Do nothing: blocks are saved whole, after the step, because a block of the pool has all
-        layers.
+        """Copy this layer of the blocks that the step completes. A block of the pool that is whole
+        by then goes there while later layers are computed.
         """
+        self._worker.save_layer(layer_name, self._get_connector_metadata().jobs)
 
     def wait_for_save(self) -> None:
-        """Copy the blocks that the step has completed. They go to the pool during the next
-        steps.
+        """Copy what is left of the blocks that the step has completed. They go to the pool during
+        the next steps.
         """
-        self._worker.save(self._get_connector_metadata().jobs)
+        self._worker.end_saves(self._get_connector_metadata().jobs)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose load has ended."""
@@ -220,7 +226,10 @@ class _Worker:
         self._num_blocks = num_blocks
         self._pages: Pages | None = None
         self._kv: RankKv | None = None
+        self._by_layer = False
         self._moving: tuple[Mover, StagedPages] | None = None
+        self._step: StepSaves | None = None
+        """The saves of this step, once they have begun."""
         self._is_idle = False
         self._missing: set[int] = set()
 
@@ -233,16 +242,29 @@ class _Worker:
         self._pages = Pages(kv_caches, self._num_blocks)
         kind = _kind(self._config, self._pages, list(kv_caches))
         self._kv = RankKv(kind.fingerprint, self._pages.block_bytes)
+        # A copy from a GPU would hold up its next layers. A step of two batches has a layer twice.
+        self._by_layer = self._pages.on_host and not self._config.parallel_config.use_ubatching
 
     def start_loads(self, jobs: StepJobs) -> None:
         self._is_idle = jobs.idle
         for load in jobs.loads:
             self._mover(jobs)[0].load(load, time.monotonic())
 
-    def save(self, jobs: StepJobs) -> None:
-        for save in jobs.saves:
-            mover, pages = self._mover(jobs)
-            mover.save(save, pages.read)
+    def save_layer(self, name: str, jobs: StepJobs) -> None:
+        assert self._pages is not None
+        number = self._pages.number(name)
+        if jobs.saves and self._by_layer and number is not None:
+            self._saves(jobs).copy(number)
+
+    def end_saves(self, jobs: StepJobs) -> None:
+        if jobs.saves:
+            self._saves(jobs).end()
+            self._step = None
+
+    def _saves(self, jobs: StepJobs) -> StepSaves:
+        if self._step is None:
+            self._step = StepSaves(*self._mover(jobs), jobs.saves)
+        return self._step
 
     def collect(self, aborted: set[str]) -> set[str] | None:
         if self._moving is None or not self._moving[0].num_loads:

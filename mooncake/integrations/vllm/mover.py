@@ -56,10 +56,17 @@ class _LoadState:
     is_given_up: bool = False
 
 
-@dataclass(frozen=True)
-class _SaveState:
+@dataclass(eq=False)
+class Saving:
+    """Chunks that are copied out of the pages, and given to the pool."""
+
     chain: Sequence[BlockKey]
+    block_ids: Sequence[int]
     slots: list[int]
+    num_copied: int = 0
+    """Leading parts of each chunk that lie in staging memory."""
+    num_given: int = 0
+    """Leading parts of each chunk that were given to the pool."""
 
 
 class Staging:
@@ -106,7 +113,7 @@ class Mover:
         self._changed = threading.Condition()
         """Guards all that follows and the free slots."""
         self._loads: dict[str, _LoadState] = {}
-        self._saves: deque[_SaveState] = deque()
+        self._saves: list[Saving] = []
         self._is_closed = False
         self.num_dropped = 0
         """Chunks that were not saved because staging memory was full, or the pool failed."""
@@ -135,21 +142,27 @@ class Mover:
             self._loads[job.request_id] = _LoadState(job, now + self._timeout_s)
             self._changed.notify_all()
 
-    def save(self, job: Save, read: Callable[[Sequence[int], Sequence[int]], None]) -> None:
-        """Copy chunks out of the pages by `read(block_ids, slots)` and put them into the pool.
-        Chunks for which there is no staging memory are left out; whoever needs them next computes
-        them.
+    def begin_save(self, job: Save) -> Saving | None:
+        """Take staging memory for chunks; None: there is none. Chunks for which there is none are
+        left out; whoever needs them next computes them. `give` has to end what was begun.
         """
+        blocks = self._staging.packing.blocks
         with self._changed:
             free = self._staging.free_for_saves
             count = min(len(job.chain), len(free))
-            slots = [free.pop() for _ in range(count)]
             self.num_dropped += len(job.chain) - count
-        if not slots:
-            return
-        read(job.block_ids[: count * self._staging.packing.blocks], slots)
+            if not count:
+                return None
+            slots = [free.pop() for _ in range(count)]
+            self._saves.append(Saving(job.chain[:count], job.block_ids[: count * blocks], slots))
+            return self._saves[-1]
+
+    def give(self, save: Saving, num_bytes: int) -> None:
+        """Put into the pool what lies in the first `num_bytes` of each slot, as far as blocks of
+        the pool are whole. All of a slot ends the save.
+        """
         with self._changed:
-            self._saves.append(_SaveState(job.chain[:count], slots))
+            save.num_copied = num_bytes // self._staging.packing.pool_block_bytes
             self._changed.notify_all()
 
     def collect(
@@ -207,10 +220,9 @@ class Mover:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._is_closed or self._saves or self._next_load() is not None
+                    lambda: self._is_closed or self._next_save() or self._next_load()
                 )
-                load = self._next_load()
-                save = None if load is not None or not self._saves else self._saves[0]
+                load, save = self._next_load(), self._next_save()
                 if self._is_closed:
                     break
             if load is not None:
@@ -246,19 +258,31 @@ class Mover:
                 load.pieces.append(Piece(first, slots[:kept]))
             self._changed.notify_all()
 
-    def _give(self, save: _SaveState) -> None:
-        """Put the chunks of a save into the pool."""
-        staging = self._staging
+    def _next_save(self) -> Saving | None:
+        """Return a save of which more can be given to the pool."""
+        return next((save for save in self._saves if save.num_given < save.num_copied), None)
+
+    def _give(self, save: Saving) -> None:
+        """Put the copied parts of a save into the pool. At the end it is told all keys in the order
+        of their chain, which its eviction keeps; it takes only the parts that it lacks.
+        """
+        staging, begin, stop = self._staging, save.num_given, save.num_copied
+        num_parts = staging.packing.num_parts(staging.rank)
+        is_last = stop == num_parts
         keys = staging.packing.part_keys(staging.rank, save.chain)
+        some = [at for at in range(len(keys)) if is_last or begin <= at % num_parts < stop]
+        offsets = staging.offsets(save.slots)
         written = self._try(
             lambda session, memory: session.put_from(
-                keys, memory.at(staging.offsets(save.slots)), self._tenant
+                [keys[at] for at in some], memory.at([offsets[at] for at in some]), self._tenant
             )
         )
         with self._changed:
-            self._saves.popleft()
-            self.num_dropped += len(save.chain) if written is None else 0
-            staging.release(save.slots)
+            save.num_given = stop
+            if is_last:
+                self._saves.remove(save)
+                self.num_dropped += len(save.chain) if written is None else 0
+                staging.release(save.slots)
             self._changed.notify_all()
 
     def _try(self, work: Callable[[PoolSession, BlockMemory], T]) -> T | None:

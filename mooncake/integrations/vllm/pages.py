@@ -5,7 +5,7 @@ Only the thread that runs the model calls this, so copies are in order with its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -21,9 +21,12 @@ class Pages:
         block.
         """
         self._layers: list[torch.Tensor] = []
+        self._numbers: dict[str, int] = {}
         said = []
         for name, tensor in kv_caches.items():
-            if any(tensor.data_ptr() == known.data_ptr() for known in self._layers):
+            same = [known.data_ptr() == tensor.data_ptr() for known in self._layers]
+            self._numbers[name] = same.index(True) if any(same) else len(same)
+            if any(same):
                 continue  # a layer that shares another's KV
             if tensor.shape[0] % num_blocks:
                 raise ConfigError(
@@ -40,6 +43,15 @@ class Pages:
         """What the bytes of a block mean, as far as the tensors tell."""
 
     @property
+    def on_host(self) -> bool:
+        """Whether the CPU computes them, so that a copy waits for no other device."""
+        return all(layer.device.type == "cpu" for layer in self._layers)
+
+    def number(self, name: str) -> int | None:
+        """Return which tensor holds a layer's KV; None: that layer keeps none."""
+        return self._numbers.get(name)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block, all layers."""
         return sum(_row_bytes(layer) for layer in self._layers)
@@ -50,7 +62,7 @@ class Pages:
         """
         slots = torch.frombuffer(memory, dtype=torch.uint8).view(-1, slot_bytes)
         whole = slots[:, : blocks * self.block_bytes].view(-1, blocks, self.block_bytes)
-        views, start = [], 0
+        views, starts, start = [], [], 0
         for layer in self._layers:
             stop = start + _row_bytes(layer)
             if any(number % layer.element_size() for number in (start, slot_bytes)):
@@ -59,22 +71,39 @@ class Pages:
                 )
             part = whole[:, :, start:stop].view(layer.dtype)
             views.append(part.view(-1, blocks, *layer.shape[1:]))
+            starts.append(start if blocks == 1 else 0)
             start = stop
-        return StagedPages(self._layers, views)
+        return StagedPages(self._layers, views, [*starts, slot_bytes])
 
 
 class StagedPages:
     """Copies blocks between pages and slots of staging memory."""
 
-    def __init__(self, layers: Sequence[torch.Tensor], slots: Sequence[torch.Tensor]) -> None:
-        """`slots`: for each layer `[slots, blocks of a slot, ...]`."""
+    def __init__(
+        self,
+        layers: Sequence[torch.Tensor],
+        slots: Sequence[torch.Tensor],
+        whole_before: Sequence[int],
+    ) -> None:
+        """`slots`: for each layer `[slots, blocks of a slot, ...]`. `whole_before`: how many bytes
+        of a slot are there once it has all layers before the n-th; for the number of layers, all.
+        """
         self._pairs = list(zip(layers, slots, strict=True))
+        self.whole_before = whole_before
 
-    def read(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy blocks out of the pages, slot after slot."""
+    @property
+    def layers(self) -> range:
+        """The numbers of all layers, in the order in which a block has them."""
+        return range(len(self._pairs))
+
+    def read(
+        self, block_ids: Sequence[int], slots: Sequence[int], layers: Iterable[int] | None = None
+    ) -> None:
+        """Copy blocks out of the pages, slot after slot: these layers of them, or all."""
         blocks = torch.tensor(block_ids, dtype=torch.long).view(len(slots), -1)
         into = torch.tensor(slots, dtype=torch.long)
-        for layer, staging in self._pairs:
+        for number in self.layers if layers is None else layers:
+            layer, staging = self._pairs[number]
             staging[into] = layer[blocks.to(layer.device)].to(staging.device)
 
     def write(self, block_ids: Sequence[int], slots: Sequence[int], num_skipped: int = 0) -> None:

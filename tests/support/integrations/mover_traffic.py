@@ -60,10 +60,20 @@ class MoverTraffic(threading.Thread):
             chain = [key_of(each) for each in range(start, start + RUN)]
             if self._chance.random() < 0.5:
                 self._pages = [content(key, self._page_bytes) for key in chain]
-                self._mover.save(Save(chain, list(range(RUN))), self._read)
+                self._save(chain)
             else:
                 number += 1
                 self._load(f"r{number}", chain)
+
+    def _save(self, chain: list[bytes]) -> None:
+        """Save chunks whose first part may be in the pool before the second is copied."""
+        saving = self._mover.begin_save(Save(chain, list(range(RUN))))
+        if saving is not None:
+            for part in range(1, PARTS + 1):
+                num_bytes = part * self._page_bytes // PARTS
+                for page, slot in zip(self._pages, saving.slots, strict=False):
+                    self._slot(slot)[:num_bytes] = page[:num_bytes]
+                self._mover.give(saving, num_bytes)
 
     def _load(self, name: str, chain: list[bytes]) -> None:
         self._pages = [b""] * RUN
@@ -84,10 +94,6 @@ class MoverTraffic(threading.Thread):
     def _slot(self, number: int) -> memoryview:
         begin = number * self._staging.slot_bytes
         return self._staging.memory[begin : begin + self._page_bytes]
-
-    def _read(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        for block_id, slot in zip(block_ids, slots, strict=True):
-            self._slot(slot)[:] = self._pages[block_id]
 
     def _write(self, block_ids: Sequence[int], slots: Sequence[int], num_skipped: int) -> None:
         assert not num_skipped

@@ -2,75 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
-from mooncake.base import BlockKey, TransferError
+from mooncake.base import TransferError
 from mooncake.integrations.vllm.chunks import Packing, RankKv
-from mooncake.integrations.vllm.mover import Ended, Mover, Staging
+from mooncake.integrations.vllm.mover import Ended, Mover, Saving, Staging
 from mooncake.integrations.vllm.plan import Load, Save
+from tests.support.integrations.pool_in_memory import Pool, chain
 from tests.support.waiting import LONG_S
 
 BLOCK = 8
 """Bytes of a block of the engine."""
 PART = 6
 """Bytes of a block of the pool: a chunk of one block takes two."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    view: memoryview
-
-    def at(self, offsets: Sequence[int]) -> list[memoryview]:
-        return [self.view[offset : offset + PART] for offset in offsets]
-
-
-class Pool:
-    """A link and a session in one."""
-
-    block_bytes = PART
-
-    def __init__(self) -> None:
-        self.blocks: dict[BlockKey, bytes] = {}
-        self.error: Exception | None = None
-        self.goes_on = threading.Event()
-        """Calls wait for it."""
-        self.goes_on.set()
-        self.is_closed = False
-        self.biggest = 0
-        """Blocks of the largest call."""
-
-    def call(self, work: Callable[[Any], Any]) -> Any:
-        assert self.goes_on.wait(LONG_S)
-        if self.error is not None:
-            raise self.error
-        return work(self)
-
-    def register(self, view: memoryview) -> Memory:
-        return Memory(view)
-
-    def get_into(self, keys: Sequence[BlockKey], places: list[memoryview]) -> int:
-        self.biggest = max(self.biggest, len(keys))
-        for count, (key, place) in enumerate(zip(keys, places, strict=True)):
-            if key not in self.blocks:
-                return count
-            place[:] = self.blocks[key]
-        return len(keys)
-
-    def put_from(
-        self, keys: Sequence[BlockKey], places: list[memoryview], _tenant: str
-    ) -> list[BlockKey]:
-        self.blocks |= {key: bytes(place) for key, place in zip(keys, places, strict=True)}
-        return list(keys)
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 class Engine:
@@ -102,7 +50,13 @@ class Engine:
             self.pages[number] = data[at * BLOCK : (at + 1) * BLOCK]
 
     def save(self, numbers: Sequence[int], block_ids: Sequence[int]) -> None:
-        self.mover.save(Save(chain(numbers), list(block_ids)), self.read)
+        saving = self.begin(numbers, block_ids)
+        if saving is not None:
+            self.read(saving.block_ids, saving.slots)
+            self.mover.give(saving, self.staging.slot_bytes)
+
+    def begin(self, numbers: Sequence[int], block_ids: Sequence[int]) -> Saving | None:
+        return self.mover.begin_save(Save(chain(numbers), list(block_ids)))
 
     def load(self, name: str, numbers: Sequence[int], block_ids: Sequence[int], known: int = 0):
         self.mover.load(Load(name, chain(numbers), list(block_ids), known), self.now)
@@ -124,14 +78,13 @@ class Engine:
 
     def settle(self) -> None:
         """Wait until everything was moved."""
+        self.until(lambda: self.mover.is_idle)
+
+    def until(self, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LONG_S
-        while not self.mover.is_idle:
+        while not holds():
             assert time.monotonic() < deadline, "something stays held"
             time.sleep(0.001)
-
-
-def chain(numbers: Sequence[int]) -> list[BlockKey]:
-    return [number.to_bytes(16, "big") for number in numbers]
 
 
 @contextmanager
@@ -149,7 +102,7 @@ def engine(pool: Pool, **shape: int) -> Iterator[Engine]:
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_what_one_engine_saves_another_loads(num_slots: int, blocks: int) -> None:
     """Also through staging memory of a single chunk."""
-    pool = Pool()
+    pool = Pool(PART)
     shape = {"num_slots": num_slots, "blocks": blocks}
     with engine(pool, **shape) as first, engine(pool, **shape) as second:
         for number in range(4):
@@ -166,7 +119,7 @@ def test_what_one_engine_saves_another_loads(num_slots: int, blocks: int) -> Non
 
 
 def test_blocks_that_the_engine_has_are_left_alone() -> None:
-    pool = Pool()
+    pool = Pool(PART)
     with engine(pool, blocks=3) as world:
         world.save([1, 2], range(6))
         world.settle()
@@ -178,7 +131,7 @@ def test_blocks_that_the_engine_has_are_left_alone() -> None:
 @pytest.mark.parametrize("num_slots", [2, 8])
 @pytest.mark.parametrize("first_missing", [0, 2])
 def test_what_the_pool_lacks_is_named(num_slots: int, first_missing: int) -> None:
-    pool = Pool()
+    pool = Pool(PART)
     with engine(pool, num_slots=num_slots) as world:
         for number in range(first_missing):
             world.save([number], [number])
@@ -189,7 +142,7 @@ def test_what_the_pool_lacks_is_named(num_slots: int, first_missing: int) -> Non
 
 
 def test_half_a_chunk_is_no_chunk() -> None:
-    pool = Pool()
+    pool = Pool(PART)
     with engine(pool) as world:
         world.save([1], [1])
         world.settle()
@@ -201,7 +154,7 @@ def test_half_a_chunk_is_no_chunk() -> None:
 
 @pytest.mark.parametrize("error", [TransferError("lost"), ValueError("a bug")], ids=repr)
 def test_a_pool_that_fails_is_a_miss(error: Exception) -> None:
-    pool = Pool()
+    pool = Pool(PART)
     pool.error = error
     with engine(pool) as world:
         world.save([1], [1])
@@ -218,7 +171,7 @@ def test_a_pool_that_fails_is_a_miss(error: Exception) -> None:
 
 @pytest.mark.parametrize("why", ["deadline", "abort"])
 def test_a_pool_that_hangs_holds_no_request_and_writes_no_page_later(why: str) -> None:
-    pool = Pool()
+    pool = Pool(PART)
     with engine(pool) as world:
         world.save([1], [1])
         world.settle()
@@ -234,7 +187,7 @@ def test_a_pool_that_hangs_holds_no_request_and_writes_no_page_later(why: str) -
 
 
 def test_saves_for_which_there_is_no_room_are_left_out() -> None:
-    pool = Pool()
+    pool = Pool(PART)
     with engine(pool, num_slots=4) as world:
         pool.goes_on.clear()
         world.save([1, 2, 3], [1, 2, 3])
@@ -245,8 +198,47 @@ def test_saves_for_which_there_is_no_room_are_left_out() -> None:
         assert len(pool.blocks) == 2 * 2
 
 
+def test_the_first_parts_of_chunks_are_in_the_pool_before_the_last_are_there() -> None:
+    pool = Pool(PART)
+    with engine(pool) as world:
+        saving = world.begin([1, 2], [1, 2])
+        assert saving is not None
+        world.read(saving.block_ids, saving.slots)
+        world.mover.give(saving, PART - 1)
+        world.mover.give(saving, PART + 1)
+        keys = world.staging.packing.part_keys(world.staging.rank, chain([1, 2]))
+        world.until(lambda: len(pool.blocks) == 2)
+        assert list(pool.blocks) == keys[::2]
+        world.load("r", [1], [9])
+        assert world.end() == Ended({"r"}, {9})
+        world.mover.give(saving, world.staging.slot_bytes)
+        world.settle()
+        assert pool.puts == [keys[::2], keys], "the last put names the chain as it is"
+        world.load("s", [1], [9])
+        assert world.end() == Ended({"s"}, set())
+
+
+@pytest.mark.parametrize("fails", ["early", "at the end"])
+def test_a_pool_that_fails_in_the_middle_of_a_save_holds_nothing(fails: str) -> None:
+    pool = Pool(PART)
+    with engine(pool) as world:
+        saving = world.begin([1], [1])
+        assert saving is not None
+        pool.error = TransferError("lost") if fails == "early" else None
+        world.read(saving.block_ids, saving.slots)
+        world.mover.give(saving, PART)
+        world.until(lambda: saving.num_given == 1)
+        pool.error = None if fails == "early" else TransferError("lost")
+        world.mover.give(saving, world.staging.slot_bytes)
+        world.settle()
+        assert world.mover.num_dropped == (fails == "at the end")
+        pool.error = None
+        world.load("r", [1], [9])
+        assert world.end() == Ended({"r"}, set() if fails == "early" else {9})
+
+
 def test_a_pool_with_other_blocks_than_before_is_a_miss() -> None:
-    pool = Pool()
+    pool = Pool(PART)
     with engine(pool) as world:
         pool.block_bytes = PART + 1
         world.load("r", [1], [9])
