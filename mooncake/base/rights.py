@@ -87,9 +87,12 @@ _ABOUT_BLOCKS = frozenset(
     }
 )  # fmt: skip
 MAX_KEYS = 1 << 15
-"""How many blocks one such message may name at most: those of two million tokens. The receiver
-handles a whole message before it does anything else.
+"""How many blocks one such message may name at most: those of two million tokens."""
+MAX_KEYS_AT_ONCE = 1 << 12
+"""The same for a message of a pool client that its receiver handles in one piece, of about 10 ms.
+Blocks of the chain before those count, too.
 """
+_AT_ONCE = frozenset((m.PutStart, m.PutEnd, m.PinBlocks, m.Unpin, p.FindReplicas, p.ForgetBlocks))
 MAX_NAME_CHARS = 1024
 """The longest id, epoch and address together that a client may have, because others remember them.
 """
@@ -226,8 +229,9 @@ def refusal(
             f"{sender.name} ({', '.join(sorted(role.value for role in sender.roles))}) may not "
             f"send {kind.__name__}: it takes a credential of role {wanted}"
         )
-    if kind in _ABOUT_BLOCKS and (num_keys := _num_keys(message)) > MAX_KEYS:
-        return f"{kind.__name__} names {num_keys} blocks, more than {MAX_KEYS}: send it in parts"
+    most = MAX_KEYS_AT_ONCE if kind in _AT_ONCE and sender.speaks_for_itself else MAX_KEYS
+    if kind in _ABOUT_BLOCKS and (num_keys := _num_keys(message)) > most:
+        return f"{kind.__name__} names {num_keys} blocks, more than {most}: send it in parts"
     if sender.speaks_for_itself:
         return _beyond_itself(sender, message, whence, answers_there=answers_there)
     if kind is m.WorkerHello and isinstance(message, m.WorkerHello):

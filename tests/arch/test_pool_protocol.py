@@ -129,6 +129,9 @@ def test_limits_are_those_of_the_code() -> None:
     assert listener.MAX_PER_CLIENT == zmq_channel.MAX_PER_CLIENT
     assert numbers("| limit | value |") == {
         "blocks that one message names": f"{rights.MAX_KEYS:,}",
+        "blocks that a put, a pin, find_replicas or forget_blocks names, with those before them": (
+            f"{rights.MAX_KEYS_AT_ONCE:,}"
+        ),
         "bytes of a message": f"{zmq_channel.MAX_CLIENT_BYTES:,}",
         "characters of a WorkerRef": f"{rights.MAX_NAME_CHARS:,}",
         "open puts and pins of one credential": f"{node.max_tickets_per_client:,}",

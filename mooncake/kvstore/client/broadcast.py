@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mooncake.base import BlockKey, MooncakeError, Tier, Unavailable, WorkerRef
+from mooncake.base import BlockKey, MooncakeError, Tier, Unavailable, WorkerRef, rights
 from mooncake.base.messages import Answer, Replicate
 from mooncake.base.pool_messages import (
     AskPool,
@@ -98,9 +98,10 @@ class Broadcast:
         run = list(keys)
         was_here: set[BlockKey] = set()
         for rounds_left in reversed(range(MAX_ROUNDS)):
-            stores = await self._nodes(
-                ForgetBlocks(asker=self._client.ref, ticket=0, keys=run), deadline_s
-            )
+            for start in range(0, len(run), rights.MAX_KEYS_AT_ONCE) or (0,):
+                some = run[start : start + rights.MAX_KEYS_AT_ONCE]
+                forget = ForgetBlocks(asker=self._client.ref, ticket=0, keys=some)
+                stores = await self._nodes(forget, deadline_s)
             question = RemoveBlocks(asker=self._client.ref, ticket=0, keys=run)
             answers = await self._ask_all(stores, question, BlocksRemoved, deadline_s)
             left: set[BlockKey] = set()

@@ -32,7 +32,7 @@ from mooncake.base import (
     WorkerLoad,
     WorkerRef,
 )
-from mooncake.base.messages import Answer, Refused, Replicate
+from mooncake.base.messages import Answer, ChainHead, Refused, Replicate
 from mooncake.base.pool_messages import (
     AskPool,
     BlocksDescribed,
@@ -227,6 +227,10 @@ class PoolClient:
             self._writer.start(put, tenant)
 
         return Call(begin)
+
+    def report_use(self, store: WorkerRef, run: Sequence[BlockKey]) -> None:
+        """Tell a node that blocks which were written before are used with later ones."""
+        self._writer.report_use(store, ChainHead(list(run), len(run)))
 
     def start_drain(self, store: WorkerRef) -> None:
         """Have a node accept nothing more. There is no answer."""

@@ -21,6 +21,7 @@ from mooncake.base import (
     Unavailable,
     Welcome,
     WorkerRef,
+    rights,
 )
 from mooncake.base.pool_messages import (
     AskPool,
@@ -44,6 +45,8 @@ bring blocks up from its disks first.
 """
 
 T = TypeVar("T")
+_Used = tuple[WorkerRef, Sequence[BlockKey]]
+"""A node, and a run that was put there or read."""
 
 
 class _Attempts:
@@ -127,9 +130,20 @@ class FailoverClient:
         those that were written. The others were stored already, or there was no room.
         """
         places = self._client.places(keys, where)
-        return await self._at_some_node(
-            lambda at: self._client.write(at, keys, places, tenant)
-        )  # fmt: skip
+        deadline_s = self._client.now + self._timeout_s
+        written: list[BlockKey] = []
+        used: dict[int, _Used] = {}
+        for start in range(0, len(keys), rights.MAX_KEYS_AT_ONCE):
+            some = slice(start, start + rights.MAX_KEYS_AT_ONCE)
+
+            def write(at: Attempt, some: slice = some) -> Call[list[BlockKey] | MooncakeError]:
+                used[some.start] = at.store, keys[some]
+                return self._client.write(at, keys[some], places[some], tenant)
+
+            put: list[BlockKey] = await self._at_some_node(write, deadline_s)
+            written += put
+        self._report(list(used.values())[:-1])
+        return written
 
     async def get_into(self, keys: Sequence[BlockKey], where: Where) -> int:
         """Read a run of blocks into places, whose old content is lost even when fewer come. Return
@@ -138,12 +152,17 @@ class FailoverClient:
         """
         places = self._client.places(keys, where)
         attempts = self._attempts()
-        count = 0
+        count, used = 0, list[_Used]()
         while count < len(keys):
             at = await self._next(attempts, keys[count:])
             if at is None:
                 break
-            came = await self._client.read(at, keys[count:], places[count:])
+            some = slice(count, count + rights.MAX_KEYS_AT_ONCE)
+            came = await self._client.read(at, keys[some], places[some])
+            if came == len(keys[some]) < len(keys) - count:
+                used.append((at.store, keys[some]))
+                count += came
+                continue
             attempts.stores, attempts.searched = [], False
             if isinstance(came, MooncakeError):
                 self._failed(attempts, at.store, came)
@@ -154,6 +173,7 @@ class FailoverClient:
             if came:  # further on, nodes that had no more may have something
                 attempts.tried = {at: error for at, error in attempts.tried.items() if error}
             attempts.tried[at.store.address] = None
+        self._report(used)
         if count < len(keys) and not attempts.answered:
             raise attempts.error()
         return count
@@ -243,9 +263,16 @@ class FailoverClient:
 
     # ------------------------------------------------------------------ policy
 
-    async def _at_some_node(self, call: Callable[[Attempt], Call[T | MooncakeError]]) -> T:
+    def _report(self, used: Sequence[_Used]) -> None:
+        """Have nodes evict the end of a chain first, though these runs came before it."""
+        for store, run in reversed(used):
+            self._client.report_use(store, run)
+
+    async def _at_some_node(
+        self, call: Callable[[Attempt], Call[T | MooncakeError]], deadline_s: float | None = None
+    ) -> T:
         """Make a call at the first node that answers it."""
-        attempts = self._attempts()
+        attempts = self._attempts(deadline_s)
         while (at := await self._next(attempts, [])) is not None:
             answer = await call(at)
             if isinstance(answer, MooncakeError):
@@ -258,8 +285,9 @@ class FailoverClient:
             return answer
         raise attempts.error()
 
-    def _attempts(self) -> _Attempts:
-        return _Attempts(self._client.now + self._timeout_s, self._nodes.order())
+    def _attempts(self, deadline_s: float | None = None) -> _Attempts:
+        by_s = self._client.now + self._timeout_s if deadline_s is None else deadline_s
+        return _Attempts(by_s, self._nodes.order())
 
     async def _next(self, attempts: _Attempts, keys: Sequence[BlockKey]) -> Attempt | None:
         """Return a call's attempt at the next node, to read a run of blocks or for anything else.
@@ -338,4 +366,6 @@ class FailoverClient:
         self._nodes.failed(store, self._client.now)
 
     def _find(self, keys: Sequence[BlockKey]) -> FindReplicas:
-        return FindReplicas(asker=self._client.ref, ticket=0, keys=list(keys))
+        """Return the question who holds a run, or the part of it that one question may name."""
+        some = list(keys[: rights.MAX_KEYS_AT_ONCE])
+        return FindReplicas(asker=self._client.ref, ticket=0, keys=some)

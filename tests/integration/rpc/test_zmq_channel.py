@@ -28,7 +28,6 @@ from mooncake.base.messages import (
     AbortTask,
     Drain,
     Message,
-    PutEnd,
     PutStart,
     Refused,
     Role,
@@ -36,7 +35,7 @@ from mooncake.base.messages import (
     WorkerHello,
     WorkerRef,
 )
-from mooncake.base.pool_messages import AnyMessage
+from mooncake.base.pool_messages import AnyMessage, FindBlocks
 from mooncake.base.request import RequestOutput, TokenLogprobs, packed_logprobs
 from mooncake.base.rights import MAX_KEYS, CredentialRole, client_id
 from mooncake.identity import Credential, certify, issue, own_credential
@@ -755,23 +754,23 @@ def test_what_a_client_says_at_once_is_short(open_channel: Open) -> None:
     credential = issue(SECRET, "etl", [CredentialRole.POOL_CLIENT])
     server, client = open_channel(), open_channel(credential=credential)
     own = client_ref(credential, 1, client.address)
-    keys = [bytes(16)] * MAX_KEYS
-    put = PutEnd(writer=own, ticket=1, written=keys, checksums=[2**64 - 1] * MAX_KEYS)
+    most = FindBlocks(asker=own, ticket=1, keys=[bytes(16)] * MAX_KEYS)
     hello = WorkerHello(
         worker=own, role=Role.CLIENT, node_id="x" * MAX_HELLO_BYTES, host="h", pid=1,
         layout_fingerprint="", block_tokens=1, num_blocks=0,
     )  # fmt: skip
-    client.send(server.address, put)
-    assert receive(server, 1) == [put]
+    client.send(server.address, most)
+    assert receive(server, 1) == [most]
     client.send(server.address, hello)
     long = PutStart(writer=own, ticket=3, keys=[], tenant="x" * MAX_CLIENT_BYTES)
     client.send(server.address, long)
     client.send(server.address, PutStart(writer=own, ticket=2, keys=[]))
     assert receive(server, 1)[0].ticket == 2
     assert server.counters.num_refused == 2
-    for most, refused in zip((MAX_HELLO_BYTES, MAX_CLIENT_BYTES), receive(client, 2), strict=True):
+    limits = MAX_HELLO_BYTES, MAX_CLIENT_BYTES
+    for limit, refused in zip(limits, receive(client, 2), strict=True):
         assert isinstance(refused, Refused)
-        assert f"more than the {most} that" in refused.reason
+        assert f"more than the {limit} that" in refused.reason
 
 
 def test_what_a_client_sends_that_is_far_too_long_is_not_read(

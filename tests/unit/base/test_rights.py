@@ -14,6 +14,7 @@ from mooncake.base.blocks import BlockKey
 from mooncake.base.pool_messages import AnyMessage
 from mooncake.base.rights import (
     MAX_KEYS,
+    MAX_KEYS_AT_ONCE,
     MAX_NAME_CHARS,
     SENDERS,
     SPEAKERS,
@@ -159,15 +160,36 @@ def test_a_client_stores_for_its_tenant_only(kind: type[m.Message]) -> None:
         assert refusal(sender(C, tenant=None), message) is None
 
 
-@pytest.mark.parametrize("kind", [m.PutStart, m.PinBlocks, p.FindBlocks, p.RemoveBlocks])
+@pytest.mark.parametrize(
+    "kind", [m.PutStart, m.PinBlocks, p.FindReplicas, p.ForgetBlocks, p.FindBlocks, p.RemoveBlocks]
+)
 def test_a_message_names_so_many_blocks_and_no_more(kind: type[m.Message]) -> None:
     for who in (sender(C, tenant=None), sender(W), sender(*CredentialRole, tenant=None)):
         if kind not in who.may_send:
             continue
-        most = msgspec.structs.replace(example(kind), keys=[KEY] * (MAX_KEYS - 1))
+        in_pieces = kind in (p.FindBlocks, p.RemoveBlocks) or not who.speaks_for_itself
+        limit = MAX_KEYS if in_pieces else MAX_KEYS_AT_ONCE
+        most = msgspec.structs.replace(example(kind), keys=[KEY] * (limit - 1))
         assert refusal(who, most) is None
-        more = msgspec.structs.replace(example(kind), keys=[KEY] * (MAX_KEYS + 1))
-        assert f"more than {MAX_KEYS}" in (refusal(who, more) or "")
+        more = msgspec.structs.replace(example(kind), keys=[KEY] * (limit + 1))
+        assert f"more than {limit}" in (refusal(who, more) or "")
+
+
+def test_the_end_of_a_run_names_no_more_blocks_than_its_begin() -> None:
+    own = sender(C, tenant=None)
+    keys = [KEY] * (MAX_KEYS_AT_ONCE // 2)
+    head = m.ChainHead(keys, 0)
+    for kind in (m.PutStart, m.PinBlocks):
+        most = msgspec.structs.replace(example(kind), keys=keys, head=head)
+        assert refusal(own, most) is None, "blocks before a run count, too"
+        more = msgspec.structs.replace(example(kind), keys=[*keys, KEY], head=head)
+        assert "send it in parts" in (refusal(own, more) or "")
+    put = m.PutEnd(writer=OWN, ticket=1, written=keys, dropped=keys)
+    assert refusal(own, put) is None
+    put = m.PutEnd(writer=OWN, ticket=1, written=keys, dropped=[*keys, KEY])
+    assert "send it in parts" in (refusal(own, put) or "")
+    unpin = m.Unpin(reader=OWN, ticket=1, corrupt=[KEY] * (MAX_KEYS_AT_ONCE + 1))
+    assert "send it in parts" in (refusal(own, unpin) or "")
 
 
 @pytest.mark.parametrize(

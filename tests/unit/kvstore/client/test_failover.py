@@ -11,13 +11,16 @@ import pytest
 from mooncake.base import (
     MooncakeError,
     PeerLost,
+    PinBlocks,
+    PutStart,
     Role,
     SeededIds,
     Unavailable,
     WorkerHello,
     WorkerRef,
+    rights,
 )
-from mooncake.base.pool_messages import FindReplicas
+from mooncake.base.pool_messages import FindReplicas, ForgetBlocks
 from mooncake.kvstore import KvNode, KvStoreConfig
 from mooncake.kvstore.client.calls import Attempt
 from mooncake.kvstore.client.client import ClientPorts, PoolClient
@@ -426,3 +429,71 @@ def test_nodes_come_and_go_and_nothing_wrong_is_ever_got(seed: int) -> None:
             num_got += answer
             assert scene.found(*numbers[:answer])
     assert num_got > 0
+
+
+def test_a_long_run_goes_in_messages_that_hold_up_no_others(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And all of it comes back, and its end is evicted before its head."""
+    monkeypatch.setattr(rights, "MAX_KEYS_AT_ONCE", 3)
+    named: list[tuple[str, int, int]] = []
+
+    def listen(_from: str, _to: str, message: object) -> None:
+        if isinstance(message, PutStart | PinBlocks):
+            named.append((type(message).__name__, len(message.keys), len(message.head.keys)))
+
+    scene.network.listener = listen
+    run = tuple(range(1, 9))
+    assert scene.call("put_from", keys(*run), scene.fill(*run)) == keys(*run)
+    puts = [("PutStart", 3, 0), ("PutStart", 3, 0), ("PutStart", 2, 0)]
+    assert named == [*puts, ("PutStart", 0, 3), ("PutStart", 0, 3)]
+    named.clear()
+    scene.memory[:] = bytes(len(scene.memory))
+    assert scene.call("get_into", keys(*run), offsets(len(run))) == len(run)
+    assert scene.found(*run)
+    if not WIRES["questions"]:
+        pins = [("PinBlocks", 3, 0), ("PinBlocks", 3, 0), ("PinBlocks", 2, 0)]
+        assert named == [*pins, ("PutStart", 0, 3), ("PutStart", 0, 3)]
+    evicted, _ = scene.nodes["kv0"].blocks.dram.reserve(keys(*range(50, 50 + 32 - 8 + 3)), "")
+    held = [number for number in run if scene.nodes["kv0"].stores(keys(number)[0])]
+    assert held == list(run[: len(held)]), "a tail without its head is worth nothing"
+    assert len(held) < len(run)
+    for block in evicted:
+        scene.nodes["kv0"].blocks.dram.abandon(block)
+
+
+@pytest.mark.parametrize("num_there", [0, 2, 3, 4, 6])
+def test_a_long_run_comes_as_far_as_nodes_have_it(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, num_there: int
+) -> None:
+    monkeypatch.setattr(rights, "MAX_KEYS_AT_ONCE", 3)
+    run = tuple(range(1, 9))
+    if num_there:
+        scene.store("kv0", *run[:num_there])
+    scene.store("kv1", *run[3:6])
+    there = max(num_there, 6 if num_there >= 3 else 0)
+    assert scene.call("get_into", keys(*run), offsets(len(run))) == there
+    assert scene.found(*run[:there])
+
+
+def test_gateways_are_asked_about_long_runs_in_parts(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rights, "MAX_KEYS_AT_ONCE", 3)
+    named: list[tuple[str, int]] = []
+
+    def listen(_from: str, _to: str, message: object) -> None:
+        if isinstance(message, FindReplicas | ForgetBlocks) and message.asker.worker_id == "client":
+            named.append((type(message).__name__, len(message.keys)))
+
+    run = tuple(range(1, 9))
+    scene.store("kv0", *run[:4])
+    scene.store("kv1", *run[4:7])
+    scene.network.listener = listen
+    assert scene.call("match", keys(*run)) == 7
+    assert {count for _, count in named if count} <= {1, 2, 3}
+    named.clear()
+    assert scene.call("remove", keys(*run)) == [*[True] * 7, False]
+    assert [each for each in named if each[0] == "ForgetBlocks"] == [
+        ("ForgetBlocks", 3), ("ForgetBlocks", 3), ("ForgetBlocks", 2),
+    ]  # fmt: skip
