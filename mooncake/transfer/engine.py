@@ -126,6 +126,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """The peer, as its connection has proven it."""
     whence: str
     """The IP address at the other end of the connection."""
+    asker: int = 0
+    """The number of the connection; 0: its end is not told."""
 
 
 class AskEnded(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,7 +138,13 @@ class AskEnded(msgspec.Struct, frozen=True, kw_only=True):
     number: int
 
 
-TransferEvent = TransferDone | Asked | AskEnded
+class AskerLeft(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a connection that has asked something. All its questions have ended before."""
+
+    asker: int
+
+
+TransferEvent = TransferDone | Asked | AskEnded | AskerLeft
 
 
 class Pieces(msgspec.Struct, frozen=True):

@@ -24,6 +24,7 @@ from mooncake.transfer.device import DeviceMemory
 from mooncake.transfer.engine import (
     Asked,
     AskEnded,
+    AskerLeft,
     Op,
     Pieces,
     Region,
@@ -64,7 +65,7 @@ class RoutedTransfer:
         self._backends: list[Backend] = []
         self._asking: TcpBackend | None = None
         self._questions: Questions | None = None
-        self._heard: deque[Asked | AskEnded] = deque()
+        self._heard: deque[Asked | AskEnded | AskerLeft] = deque()
         self._closers: list[Callable[[], None]] = []
         self._pumps: list[Callable[[], None]] = []
         self._loops: Sequence[IoLoop] = ()
@@ -219,7 +220,7 @@ class RoutedTransfer:
         if self._questions is not None:
             self._questions.hear(self._hear)
 
-    def _hear(self, event: Asked | AskEnded) -> None:
+    def _hear(self, event: Asked | AskEnded | AskerLeft) -> None:
         self._heard.append(event)
         self._batches.announce()
 

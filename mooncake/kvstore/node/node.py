@@ -56,7 +56,7 @@ from mooncake.kvstore.storage.disk import DiskDone, Disks, DiskScanned, NoDisks
 from mooncake.kvstore.storage.dram import DramTier
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.membership import Membership
-from mooncake.transfer.engine import Asked, AskEnded, Transfer, TransferDone
+from mooncake.transfer.engine import Asked, AskEnded, AskerLeft, Transfer, TransferDone
 
 RESTART_S = 30.0
 """A node that is to come back waits so long for peers that have something open: a pool client may
@@ -117,8 +117,12 @@ class KvNode:
         """True if it waits for nobody any more."""
         self._handlers = self._table()
         asked = {kind: self._handlers[kind] for kind in ANSWERS}
-        questions = Questions(answering, transfer, self._pins, asked, self._counters)
-        self._handlers |= {Asked: questions.on_asked, AskEnded: questions.on_ended}
+        questions = Questions(
+            answering, transfer, self._pins, asked, self._counters, self._peers, self._release
+        )
+        self._handlers |= {
+            Asked: questions.on_asked, AskEnded: questions.on_ended, AskerLeft: questions.on_left
+        }  # fmt: skip
 
     @property
     def counters(self) -> dict[str, float]:
@@ -256,6 +260,11 @@ class KvNode:
         state = self._peers.lose(worker)
         self._puts.reclaim(state, now)
         self._pins.reclaim(state, now)
+
+    def _release(self, state: PeerState, now: float) -> None:
+        """End what a peer has open that hung up."""
+        self._puts.release(state, now)
+        self._pins.release(state, now)
 
     def _doubt_old_peers(self, now: float) -> float:
         """Ask the gateways about peers that have held something for long. Return when to ask

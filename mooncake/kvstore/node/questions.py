@@ -14,12 +14,20 @@ from mooncake.base import PinBlocks, PinGranted, ProtocolError, PutEnd, PutGrant
 from mooncake.base.messages import Answer
 from mooncake.base.pool_messages import AnyMessage, BlocksFound, FindBlocks
 from mooncake.base.rights import refusal, speaker_of
-from mooncake.kvstore.node.peers import Peer, peer_of
+from mooncake.kvstore.node.peers import Peer, Peers, PeerState, peer_of
 from mooncake.kvstore.node.sessions import PinSessions
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.codec import decode, encode, head_of
 from mooncake.telemetry.audit import audit
-from mooncake.transfer.engine import MAX_ANSWER_PIECES, Asked, AskEnded, Pieces, Region, Transfer
+from mooncake.transfer.engine import (
+    MAX_ANSWER_PIECES,
+    Asked,
+    AskEnded,
+    AskerLeft,
+    Pieces,
+    Region,
+    Transfer,
+)
 
 ANSWERS: dict[type[AnyMessage], type[Answer] | None] = {
     FindBlocks: BlocksFound,
@@ -88,12 +96,19 @@ class Questions:
         pins: PinSessions,
         handlers: Mapping[type, Callable[[Any, float], object]],
         counters: Counter[str],
+        peers: Peers,
+        release: Callable[[PeerState, float], None],
     ) -> None:
-        """`handlers` take the messages in `ANSWERS`."""
+        """`handlers` take the messages in `ANSWERS`. `release` ends all that a peer has open."""
         self._channel, self._transfer, self._pins = channel, transfer, pins
         self._handlers, self._counters = handlers, counters
         self._waiting: dict[int, tuple[_Awaited, AnyMessage]] = {}
         """The open questions whose answers may come later, by number."""
+        self._peers, self._release = peers, release
+        self._askers: dict[Peer, set[int]] = {}
+        """The connections by which peers without an address have asked, while they have something
+        open.
+        """
 
     def on_asked(self, event: Asked, now: float) -> None:
         """Handle a question. It is refused where a message of the control channel would be."""
@@ -137,9 +152,30 @@ class Questions:
                 return f"the ticket {ticket} is open"
             self._waiting[number] = awaited, message
         self._handlers[type(message)](message, now)
+        if speaker.address.startswith("#"):
+            self._note(peer_of(speaker), event.asker)
         if answer is None:
             self._channel.answer(number, NIL)
         return None
+
+    def _note(self, peer: Peer, asker: int) -> None:
+        """Note by which connection a peer speaks that has something open."""
+        open_ = self._peers.states
+        if peer in open_:
+            self._askers.setdefault(peer, set()).add(asker)
+        else:
+            self._askers.pop(peer, None)
+        if len(self._askers) > 2 * len(open_):  # what has ended by time, or by a message
+            self._askers = {peer: each for peer, each in self._askers.items() if peer in open_}
+
+    def on_left(self, event: AskerLeft, now: float) -> None:
+        """End what peers without an address have open that spoke by this connection only."""
+        for peer, askers in list(self._askers.items()):
+            askers.discard(event.asker)
+            if not askers:
+                del self._askers[peer]
+                if (state := self._peers.states.get(peer)) is not None:
+                    self._release(state, now)
 
     def on_ended(self, event: AskEnded, now: float) -> None:
         """Note that a question is over. A pin whose asker hung up before the answer ends, too."""

@@ -149,6 +149,14 @@ class PutSessions:
             self._overdue_at.pop(grant, None)
             self._reclaim(state.ref, grant, now)
 
+    def release(self, state: PeerState, now: float) -> None:
+        """Take back what a writer was granted that hung up. It gets nothing by these tickets any
+        more.
+        """
+        self.reclaim(state, now)
+        for ticket in list(state.grants):
+            self._close(state.ref, ticket)
+
     def _reclaim(self, writer: WorkerRef, grant: Grant, now: float) -> None:
         self._blocks.take_back(writer, list(grant.pending), write=True)
         self._ports.transfer.revoke(grant.number)
@@ -347,6 +355,12 @@ class PinSessions:
             self._counters["pins_reclaimed"] += 1
         for ticket in state.waits:
             self._blocks.promotions.cancel((peer_of(state.ref), ticket), now)
+
+    def release(self, state: PeerState, now: float) -> None:
+        """End what a reader has pinned, or waits for, that hung up."""
+        self._counters["pins_reclaimed"] += len(state.pins)
+        for ticket in [*state.pins, *state.waits]:
+            self.on_unpin(Unpin(reader=state.ref, ticket=ticket), now)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a reader waits for an answer that will not come."""

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mooncake.base.rights import Sender
-from mooncake.transfer.engine import Asked, AskEnded, Pieces, Region
+from mooncake.transfer.engine import Asked, AskEnded, AskerLeft, Pieces, Region
 
 if TYPE_CHECKING:
     from mooncake.transfer.tcp.server import ServerConnection
 
-Hear = Callable[[Asked | AskEnded], None]
+Hear = Callable[[Asked | AskEnded | AskerLeft], None]
 
 
 class Questions:
@@ -24,6 +24,10 @@ class Questions:
         self._hear: Hear | None = None
         self._open: dict[int, ServerConnection] = {}
         self._last = 0
+        self._askers: dict[ServerConnection, int] = {}
+        """The number of each connection that has asked and has not ended: that of its first
+        question.
+        """
 
     @property
     def num_open(self) -> int:
@@ -48,8 +52,10 @@ class Questions:
             self._last += 1
             number = self._last
             self._open[number] = asker
+            first = self._askers.setdefault(asker, number)
         self._hear(Asked(
-            number=number, question=question, piece_bytes=piece_bytes, sender=sender, whence=whence
+            number=number, question=question, piece_bytes=piece_bytes, sender=sender,
+            whence=whence, asker=first,
         ))  # fmt: skip
         return number
 
@@ -59,6 +65,13 @@ class Questions:
             known = self._open.pop(number, None)
         if known is not None and self._hear is not None:
             self._hear(AskEnded(number=number))
+
+    def left(self, asker: ServerConnection) -> None:
+        """Tell that a connection has ended, if it has asked anything."""
+        with self._lock:
+            first = self._askers.pop(asker, 0)
+        if first and self._hear is not None:
+            self._hear(AskerLeft(asker=first))
 
     def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
         """Have the connection of a question send its answer, and the pieces behind it. Nothing

@@ -185,6 +185,7 @@ class ServerConnection:
             self._outgoing = None
             self._needed = []
             self._end_question()
+            self._server.questions.left(self)
             self._server.listener.forget(self)
 
     def _on_event(self, events: int) -> None:

@@ -26,7 +26,7 @@ from mooncake.identity import issue, own_credential
 from mooncake.launch.host.http_client import Client
 from mooncake.launch.host.secrets.credentials import sign_request
 from mooncake.launch.pool_client.session import STATS_PATH, PoolSession, locate
-from tests.support.kvstore.pool_process import SECRET, PoolProcess
+from tests.support.kvstore.pool_process import SECRET, PoolProcess, until
 from tests.support.model.checkpoints import write_config_only
 from tests.support.waiting import LONG_S
 
@@ -227,8 +227,26 @@ def test_altered_bytes_end_the_connection_and_nothing_else(client: Any, node: Po
         assert is_well(again, node)
 
 
+def test_what_it_holds_is_taken_back_when_it_hangs_up(client: Any, node: PoolProcess) -> None:
+    held, wanted = (client.credential.key_of(name) for name in ("held", "wanted"))
+    assert client.put(held, bytes(client.block_bytes))
+    with closing(plain.Pool(node.url, client.credential)) as leaving:
+        me, put = client.credential.me, {"keys": [wanted], "tenant": "acme"}
+        assert leaving.ask("pin", reader=me, ticket=900, keys=[held])["num_blocks"] == 1
+        assert leaving.ask("put_start", writer=me, ticket=901, **put)["keys"] == [wanted]
+        assert (stats(node)["puts_open"], stats(node)["reads_open"]) == (1, 1)
+
+    def is_free() -> bool:
+        told = stats(node)
+        return (told["puts_open"], told["reads_open"]) == (0, 0)
+
+    until(is_free, "what a client held that hung up is taken back")
+    assert client.put(wanted, bytes(client.block_bytes)), "another may put what it has begun"
+    assert is_well(client, node)
+
+
 def test_a_granted_pin_is_granted_again_until_it_ends(client: Any, node: PoolProcess) -> None:
-    """As after an answer that was lost with its connection."""
+    """As where one connection hangs, and another one is used."""
     key, data = client.credential.key_of("again"), bytes([5]) * client.block_bytes
     assert client.put(key, data)
     pin = {"reader": client.credential.me, "ticket": 800}

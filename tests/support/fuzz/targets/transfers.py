@@ -17,6 +17,7 @@ from mooncake.transfer.batches import Job, Part, Slice
 from mooncake.transfer.engine import (
     Asked,
     AskEnded,
+    AskerLeft,
     Op,
     Pieces,
     Region,
@@ -162,8 +163,9 @@ class Machine:
     def __init__(self, region: Region) -> None:
         self.questions = Questions()
         self._region = region
-        self._heard: list[Asked | AskEnded] = []
+        self._heard: list[Asked | AskEnded | AskerLeft] = []
         self._open: set[int] = set()
+        self._askers: set[int] = set()
         self.questions.hear(self._heard.append)
 
     def work(self) -> None:
@@ -172,9 +174,12 @@ class Machine:
             event = self._heard.pop(0)
             if isinstance(event, Asked):
                 self._open.add(event.number)
+                self._askers.add(event.asker)
                 self._begin(event)
-            else:
+            elif isinstance(event, AskEnded):
                 self._open.remove(event.number)
+            else:
+                self._askers.remove(event.asker)
 
     def _begin(self, event: Asked) -> None:
         how = event.question[0] % 4
@@ -185,9 +190,10 @@ class Machine:
             self.questions.answer(event.number, b"yes", self._region, pieces)
 
     def check(self) -> None:
-        """Check that each question has ended, once."""
+        """Check that each question, and each connection that asked, has ended once."""
         self.work()
         assert not self._open
+        assert not self._askers
         assert not self.questions.num_open
 
 

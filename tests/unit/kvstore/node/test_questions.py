@@ -36,6 +36,7 @@ from mooncake.transfer.engine import (
     MAX_QUESTION_BYTES,
     Asked,
     AskEnded,
+    AskerLeft,
 )
 from tests.support.kvstore.node_world import BLOCK, NodeWorld, key, keys, worker
 from tests.support.kvstore.senders import CHANNEL_KEY, CLIENT, HERE, WORKERS, client_of
@@ -59,11 +60,17 @@ class World(NodeWorld):
         ticket = self.ticket() if ticket is None else ticket
         return self.bring(encode(PinBlocks(reader=reader, ticket=ticket, keys=wanted)), sender)
 
-    def bring(self, question: bytes, sender: Sender = WORKERS, piece_bytes: int = BLOCK) -> int:
+    def bring(
+        self,
+        question: bytes,
+        sender: Sender = WORKERS,
+        piece_bytes: int = BLOCK,
+        asker: int = 1,
+    ) -> int:
         self.num_asked += 1
         event = Asked(
             number=self.num_asked, question=question, piece_bytes=piece_bytes, sender=sender,
-            whence=HERE,
+            whence=HERE, asker=asker,
         )  # fmt: skip
         assert not any(isinstance(m, PinGranted) for _, m in self.handle(event)), "one answer"
         return self.num_asked
@@ -238,9 +245,9 @@ HERE_ALONE = WorkerRef(CLIENT.worker_id, "e1", f"#{CHANNEL_KEY}")
 class Telling(World):
     """A node that such a client asks in place of sending messages."""
 
-    def tell(self, message: AnyMessage) -> object:
+    def tell(self, message: AnyMessage, asker: int = 1) -> object:
         """Return the answer, which comes on the data connection and nowhere else."""
-        number = self.bring(encode(message), client_of(None), piece_bytes=0)
+        number = self.bring(encode(message), client_of(None), piece_bytes=0, asker=asker)
         assert not any(address.startswith("#") for address, _ in self.channel.sent)
         answer, offsets = self.transfer.answers[number]
         assert offsets == []
@@ -260,8 +267,8 @@ def test_a_client_without_an_address_puts_finds_and_pins() -> None:
     found = world.tell(FindBlocks(asker=me, ticket=3, keys=keys(1, 2)))
     assert isinstance(found, BlocksFound)
     assert found.tiers == [Tier.DRAM, None]
-    for _ in range(2):  # the first answer may have been lost with its connection
-        pinned = world.tell(PinBlocks(reader=me, ticket=4, keys=keys(1)))
+    for asker in (1, 2):  # the first connection may hang, with the answer
+        pinned = world.tell(PinBlocks(reader=me, ticket=4, keys=keys(1)), asker)
         assert isinstance(pinned, PinGranted)
         assert (pinned.num_blocks, world.node.num_open) == (1, 1)
     assert world.transfer.lent[CHANNEL_KEY, pinned.places.offsets[0], False] == 1
@@ -279,6 +286,62 @@ def test_a_grant_that_is_repeated_to_nobody_is_dropped() -> None:
     assert not any(isinstance(message, PutGranted) for _, message in world.channel.sent)
     world.handle(PeerLost(worker=HERE_ALONE))
     assert world.node.num_open == 0
+
+
+def test_what_a_client_without_an_address_has_ends_with_its_last_connection() -> None:
+    """Memory that it may still have written to rests. It may go on by another connection."""
+    world, me = Telling(num_blocks=4), HERE_ALONE
+    world.put(WRITER, keys(1))
+    other = WorkerRef(me.worker_id, "e2", me.address)
+    world.tell(PinBlocks(reader=me, ticket=1, keys=keys(1)), asker=7)
+    world.tell(PutStart(writer=me, ticket=2, keys=keys(2)), asker=8)
+    world.tell(PutStart(writer=other, ticket=1, keys=keys(3)), asker=7)
+    world.handle(AskerLeft(asker=7))
+    assert world.node.num_open == 2, "one ended with its only connection"
+    world.handle(AskerLeft(asker=9))
+    assert world.node.num_open == 2
+    world.handle(AskerLeft(asker=8))
+    assert world.node.num_open == 0
+    assert not +world.transfer.lent
+    counters = world.node.counters
+    assert (counters["pins_reclaimed"], counters["grants_reclaimed"]) == (1, 2)
+    assert counters["blocks_quarantined"] == 2
+    for message in (
+        PutStart(writer=me, ticket=2, keys=keys(2)),
+        PinBlocks(reader=me, ticket=1, keys=keys(1)),
+    ):
+        answer = world.tell(message, asker=10)
+        assert isinstance(answer, PutGranted | PinGranted)
+        assert not answer.places.offsets, "these tickets are over"
+    assert world.tell(PutEnd(writer=me, ticket=2, written=keys(2)), asker=10) is None
+    assert not world.node.stores(key(2))
+    granted = world.tell(PutStart(writer=me, ticket=3, keys=keys(2)), asker=10)
+    assert isinstance(granted, PutGranted)
+    assert granted.keys == keys(2)
+
+
+def test_a_pin_that_waits_for_a_disk_ends_with_its_connection() -> None:
+    world = Telling(num_blocks=4, media=[SimMedium()], ssd_write_at=0.0, ssd_min_uses=1)
+    world.put(WRITER, keys(1))
+    world.tick(1.0)
+    world.boot()
+    world.tick(2.0)
+    pin = PinBlocks(reader=HERE_ALONE, ticket=1, keys=keys(1))
+    number = world.bring(encode(pin), client_of(None), piece_bytes=0)
+    assert world.node.num_open == 1
+    world.over(number)
+    world.handle(AskerLeft(asker=1))
+    assert world.node.num_open == 0
+    world.tick(3.0)
+    assert world.node.num_open == 0
+
+
+def test_a_client_with_an_address_outlives_its_data_connections() -> None:
+    """It tells gateways that it lives, and they tell the node when it does not."""
+    world = Telling(num_blocks=4)
+    world.tell(PutStart(writer=CLIENT, ticket=2, keys=keys(2)), asker=7)
+    world.handle(AskerLeft(asker=7))
+    assert world.node.num_open == 1
 
 
 def test_a_question_waits_for_a_disk_and_its_pin_ends_with_its_connection() -> None:
