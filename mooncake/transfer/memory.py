@@ -77,9 +77,10 @@ class SharedWords:
     def __init__(self, num_words: int, *, theirs: bool = False) -> None:
         """`theirs`: the process that gets the descriptor may write the words."""
         num_bytes = 8 * num_words
-        fd = os.memfd_create("mooncake-words", os.MFD_CLOEXEC)
+        fd = os.memfd_create("mooncake-words", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, num_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             self._memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
             mode = os.O_RDWR if theirs else os.O_RDONLY
             self.fd = os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC)
@@ -101,9 +102,8 @@ class SharedWords:
 
 
 def map_words(fd: int, num_words: int, *, writable: bool = False) -> memoryview:
-    """Return the words behind a peer's descriptor. Raises TransferError when there are fewer."""
-    if os.fstat(fd).st_size < 8 * num_words:
-        raise TransferError(f"the peer's memory is shorter than {num_words} words")
+    """Return the words behind a peer's descriptor. Raises TransferError as `map_shared` does."""
+    _check(fd, 8 * num_words)
     prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     memory = mmap.mmap(fd, 8 * num_words, flags=mmap.MAP_SHARED, prot=prot)
     return memoryview(memory).cast("Q")
@@ -114,9 +114,20 @@ def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
 
     Raises TransferError when it is shorter than `num_bytes` or could shrink while it is used.
     """
-    if os.fstat(fd).st_size < num_bytes:
-        raise TransferError(f"the peer's memory is shorter than the {num_bytes} bytes it promised")
-    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise TransferError("the peer's memory is not sealed against shrinking")
+    _check(fd, num_bytes)
     size = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
     return mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
+
+
+def _check(fd: int, num_bytes: int) -> None:
+    """Raise TransferError for a peer's memory that is too short, or may be cut while it is used:
+    whoever touches what was cut off is killed.
+    """
+    if os.fstat(fd).st_size < num_bytes:
+        raise TransferError(f"the peer's memory is shorter than the {num_bytes} bytes it promised")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # of a file, which has none
+        seals = 0
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise TransferError("the peer's memory is not sealed against shrinking")

@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from mooncake.base.errors import TransferError
 from mooncake.transfer.grants import NUM_SLOTS
-from mooncake.transfer.memory import PAGE_BYTES, allocate_shared, map_shared
+from mooncake.transfer.memory import (
+    PAGE_BYTES,
+    SharedWords,
+    allocate_shared,
+    map_shared,
+    map_words,
+)
 from mooncake.transfer.regions import Gates, RangeRefused, RegionTable
 
 
@@ -167,9 +174,26 @@ def test_shared_memory_is_the_same_from_both_sides_and_cannot_shrink() -> None:
     os.close(fd)
 
 
-def test_memory_that_could_shrink_is_not_mapped() -> None:
-    fd = os.memfd_create("unsealed")
-    os.ftruncate(fd, PAGE_BYTES)
-    with pytest.raises(TransferError, match="not sealed"):
-        map_shared(fd, PAGE_BYTES)
-    os.close(fd)
+@pytest.mark.parametrize("theirs", [False, True])
+def test_words_cannot_shrink_on_either_side(theirs: bool) -> None:
+    """Whoever touches words that were cut off is killed."""
+    words = SharedWords(4, theirs=theirs)
+    with pytest.raises(OSError, match=r"Operation not permitted|Invalid argument"):
+        os.ftruncate(words.fd, 0)
+    other = map_words(words.fd, 4, writable=theirs)
+    words.words[3] = 42
+    assert other[3] == 42
+    with pytest.raises(TransferError, match="shorter than"):
+        map_words(words.fd, 5)
+    words.close()
+
+
+def test_memory_that_could_shrink_is_not_mapped(tmp_path: Path) -> None:
+    memory, file = os.memfd_create("unsealed"), os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    for fd in (memory, file):
+        os.ftruncate(fd, PAGE_BYTES)
+        with pytest.raises(TransferError, match="not sealed"):
+            map_shared(fd, PAGE_BYTES)
+        with pytest.raises(TransferError, match="not sealed"):
+            map_words(fd, 4)
+        os.close(fd)
