@@ -15,7 +15,7 @@ import pytest
 
 from mooncake.api.config import ApiConfig
 from mooncake.api.constrained import grammar
-from mooncake.api.constrained.schema_graph import MAX_PROPERTIES
+from mooncake.api.constrained.schema_graph import MAX_OPTIONAL, MAX_PROPERTIES
 from mooncake.api.http import request_body
 from mooncake.api.schema.fields import RequestBody
 from tests.support.api.dearest import DEAR
@@ -41,6 +41,8 @@ def tool(**function: Any) -> dict[str, Any]:
 
 
 LARK = 'start: "a"\n'
+NAMES = [f"p{n}" for n in range(MAX_PROPERTIES)]
+WIDE_SCHEMA = {"properties": {name: {} for name in NAMES}, "required": NAMES[MAX_OPTIONAL:]}
 
 
 EVIL: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -56,7 +58,7 @@ EVIL: dict[str, tuple[int, str, dict[str, Any]]] = {
         200, CHAT, says_user("x", chat_template_kwargs={"<" * N: "<" * N}, **KEEP),
     ),
     "wide schema": (
-        200, CHAT, says_user("x", guided_json={"properties": {f"p{n}": {} for n in range(1_000)}}),
+        200, CHAT, says_user("x", guided_json=WIDE_SCHEMA),
     ),
     "too wide schema": (
         400, CHAT, says_user("x", guided_json={"properties": {f"p{n}": {} for n in range(9_000)}}),
@@ -76,7 +78,7 @@ EVIL: dict[str, tuple[int, str, dict[str, Any]]] = {
     "long stops of many choices": (
         200, COMPLETIONS,
         {
-            "prompt": ["x"] * 8, "n": 128, "max_tokens": 1,
+            "prompt": ["x"] * 6, "n": 128, "max_tokens": 1,
             "stop": ["ab" * 510 + str(n) for n in range(32)],
         },
     ),
