@@ -277,9 +277,10 @@ def _refused_fields() -> list[str]:
     return [
         "", "## Fields that are refused", "",
         "A value other than null and those in the third column gets 400, with the advice as its "
-        "message. So does content that is no text (images, audio, files), and "
-        "`structured_outputs.structural_tag`: declare tools, or send a grammar. A field that is "
-        "in no table of this page is ignored, and named in the log.", "",
+        "message. So does content that is no text (images, audio, files), and what would change "
+        "tokens in `structured_outputs`: `structural_tag`, `whitespace_pattern`, "
+        "`disable_any_whitespace`, `disable_additional_properties`. A field that is in no table "
+        "of this page is ignored; if it is a field of the whole body, the log names it.", "",
         *table(["field", "of", "allowed", "advice"], rows),
         "", "## Fields without effect", "",
         "They are accepted, and change no token.", "",

@@ -189,7 +189,7 @@ def _wanted(body: ChatRequest) -> Wanted:
 def _check_chat(body: ChatRequest) -> None:
     if body.max_tokens == 0 and body.max_completion_tokens is None:
         raise InvalidRequest("max_tokens: must be at least 1", param="max_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest(

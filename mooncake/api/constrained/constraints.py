@@ -245,16 +245,23 @@ def _response_format(fields: GenerationFields) -> dict[str, Any] | None:
     return {"json": asked.json_schema.schema_}
 
 
+_REFUSED = {
+    "structural_tag": "declare tools, or send a grammar",
+    "whitespace_pattern": "send a grammar",
+    "disable_any_whitespace": "send a grammar, or a regex",
+    "disable_additional_properties": "write additionalProperties: false into the schema",
+}
+"""Fields of `structured_outputs` that would change tokens -> what to do instead."""
+
+
 def _structured_outputs(fields: GenerationFields) -> dict[str, Any] | None:
     asked = fields.structured_outputs
     if asked is None:
         return None
     param = "structured_outputs"
-    if asked.structural_tag is not None:
-        raise InvalidRequest(
-            f"{param}.structural_tag is not supported: declare tools, or send a grammar",
-            param=param,
-        )
+    for name, advice in _REFUSED.items():
+        if getattr(asked, name) not in (None, False):
+            raise InvalidRequest(f"{param}.{name} is not supported: {advice}", param=param)
     given: dict[str, Any] = {
         "json": asked.json_,
         "regex": asked.regex,

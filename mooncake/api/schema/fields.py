@@ -150,6 +150,9 @@ class StructuredOutputs(JsonObject):
     """Lark or GBNF."""
     json_object: bool | None = None
     structural_tag: Any = None
+    whitespace_pattern: Any = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
 
 
 def _check_bias(bias: dict[str, Any]) -> dict[str, Any]:

@@ -194,6 +194,17 @@ def test_logprobs_spell_tokens_and_bytes() -> None:
     run(says(TEXT), test)
 
 
+@pytest.mark.parametrize("logprobs", [None, False])
+def test_no_logprobs_of_which_none_are_top(logprobs: bool | None) -> None:
+    async def test(client: openai.AsyncOpenAI, backend: ScriptedBackend) -> None:
+        reply = await client.chat.completions.create(
+            model="tiny", messages=ASK, logprobs=logprobs, top_logprobs=0
+        )
+        assert reply.choices[0].logprobs is None
+
+    run(says(TEXT), test)
+
+
 def test_logprobs_without_top_have_empty_lists() -> None:
     async def test(client: openai.AsyncOpenAI, backend: ScriptedBackend) -> None:
         reply = await client.chat.completions.create(
