@@ -170,7 +170,7 @@ def finish_app(
     and their limits, web origins, a log of requests. `serving` becomes `app.state.api_server`.
     """
     app.state.api_server = serving
-    app.state.watch_loop = lambda: watch_loop(clock, recorder)
+    app.state.watch_loop = lambda: watch_loop(clock, recorder, lambda: serving.num_calls)
     app.state.keyring = keyring = Keyring(unlimited_keys(config.api_keys), config.keys)
     app.add_exception_handler(MooncakeError, _on_mooncake_error)
     app.add_exception_handler(HTTPException, _on_http_error)

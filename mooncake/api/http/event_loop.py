@@ -22,6 +22,10 @@ turn of the loop, in which it writes one token, would take that much longer whil
 rendered or tokenized in a thread; and one turn asks for the lock several times.
 """
 LOOK_S = 0.02
+IDLE_LOOK_S = 0.2
+"""While no call runs, no stream waits for the loop, and looking would be most of what it does."""
+IDLE_AFTER = 50
+"""Looks at no call, one after another, until that counts: between two calls of a client is less."""
 LEAST_S = 0.01
 """Shorter times are not recorded: every request causes some."""
 
@@ -50,16 +54,20 @@ def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return make
 
 
-async def watch_loop(clock: Clock, recorder: Recorder) -> None:
-    """Record each time that something blocks the running loop, until cancelled.
+async def watch_loop(clock: Clock, recorder: Recorder, num_calls: Callable[[], int]) -> None:
+    """Record each time that something blocks the running loop, until cancelled. `num_calls` returns
+    how many calls run.
 
     A wait counts only as far as this process computed meanwhile. Time that other processes of a
     busy machine took does not count.
     """
+    num_idle = 0
     while True:
+        num_idle = 0 if num_calls() else num_idle + 1
+        look_s = LOOK_S if num_idle < IDLE_AFTER else IDLE_LOOK_S
         began_s, computed_s = clock.now(), time.process_time()
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(look_s)
         now = clock.now()
-        held_s = min(now - began_s - LOOK_S, time.process_time() - computed_s)
+        held_s = min(now - began_s - look_s, time.process_time() - computed_s)
         if held_s >= LEAST_S:
             recorder.record(LoopHeld(at_s=now, held_s=held_s))
