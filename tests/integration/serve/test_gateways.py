@@ -194,11 +194,11 @@ def test_either_may_be_killed(cluster: Cluster) -> None:
     started in its place serves at once.
     """
     with cluster.gateway() as first, ThreadPoolExecutor(4) as pool:
-        expected = first.complete(PROMPT, 600)
+        expected = first.complete(PROMPT, 300)
         with cluster.gateway() as victim:
             wait_until(lambda: len(states(first)) == 3, "they have met")
             name = id_of(victim)
-            asked = [(victim, ENDLESS), (victim, ENDLESS), (first, 600)]
+            asked = [(victim, ENDLESS), (victim, ENDLESS), (first, 300)]
             *cut, lives = begin(pool, asked)
             victim.process.kill()
             assert lives.result(LONG_S) == (expected, "length")
@@ -206,9 +206,9 @@ def test_either_may_be_killed(cluster: Cluster) -> None:
             wait_until(lambda: is_idle(first), "workers let go of the dead one's requests")
             wait_until(lambda: states(first)[name] == "silent", "the dead one is missed")
         with cluster.gateway() as second:
-            assert second.complete(PROMPT, 600) == expected
+            assert second.complete(PROMPT, 300) == expected
             wait_until(lambda: len(states(second)) >= 3, "the new one has met the others")
-            *cut, lives = begin(pool, [(first, ENDLESS), (second, 600)])
+            *cut, lives = begin(pool, [(first, ENDLESS), (second, 300)])
             pids = second.worker_pids()
             first.process.kill()
             os.kill(pids["decode-0"], signal.SIGKILL)
@@ -229,7 +229,7 @@ def test_a_killed_gateway_s_streams_go_on_at_another(cluster: Cluster) -> None:
     """
     retries = runpy.run_path(str(EXAMPLES / "retries.py"))
     asked: dict[str, Any] = {
-        "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 1200, "temperature": 1.0,
+        "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 600, "temperature": 1.0,
     }  # fmt: skip
     plain = {"extra_body": {"ignore_eos": True}}
     with cluster.gateway() as other:

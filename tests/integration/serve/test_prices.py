@@ -223,13 +223,14 @@ class Walk:
         self.times[where] = min(times, self.times.get(where, times))
         if status not in (None, right):
             found.append(f"status {status}")
-        slow = slowness()
+        more = {each: num - holds.get(each, 0) for each, num in self.long_holds().items()}
+        is_dear = took_s > MOST_S or any(num for each, num in more.items() if each >= MOST_HELD_S)
+        slow = slowness() if is_dear else 1.0  # it computes for long itself
         if took_s > MOST_S * slow or (IS_QUIET and times > MOST_TIMES):
             found.append(f"the other tenant's requests take {took_s:.1f} s")
-        now = self.long_holds()
-        held_s = min(each for each in now if each >= MOST_HELD_S * slow)
-        if (more := now[held_s] - holds.get(held_s, 0)) > 0:
-            found.append(f"{more:.0f} holds of the loop over {held_s} s")
+        held_s = min(each for each in more if each >= MOST_HELD_S * slow)
+        if more[held_s] > 0:
+            found.append(f"{more[held_s]:.0f} holds of the loop over {held_s} s")
         print(f"{where}: {status}, the other {times:.1f} times as long", *found)
         return found
 

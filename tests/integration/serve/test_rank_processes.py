@@ -37,7 +37,7 @@ NGRAM, MTP = (
     for method in ({"method": "ngram", "prompt_lookup_min": 1}, {"method": "mtp"})
 )
 WORKERS = {"kvstore-0", "prefill-0", "decode-0", "decode-1"}
-LONG, SHORT = 400, 40
+LONG, SHORT = 280, 40
 PROMPTS = [prompt(30 + 90 * index, seed=index) for index in range(4)]
 FLIGHTS = {  # of each harm: what streams, and what waits in prefill meanwhile
     harm: ([prompt(40, seed=seed), prompt(60, seed=seed + 1)], prompt(200, seed=seed + 2))

@@ -28,7 +28,7 @@ NUM_CLIENTS, NUM_OF_EACH = 64, 4
 FEW_TOKENS = 10
 MOST_LATE = 40
 """Prompts sent until a prefill worker that stands still has one."""
-MANY_TOKENS = 400
+MANY_TOKENS = 240
 
 
 @pytest.fixture(scope="module")
