@@ -33,8 +33,9 @@ LOAD_COUNTERS = {
 }
 """Counters of pool nodes from which the bandwidths of the tiers below DRAM are learned."""
 RETRY_S = 60.0
-"""A tier that nobody has read for so long is no longer taken to be slower than its first guess.
-Otherwise one that looks slower than computing would never be tried again.
+"""A tier or a network that nobody has used for so long is no longer taken to be slower than its
+first guess. Otherwise one that looks slower than computing would never be tried again: small
+fetches over a long way look slow, and say little about a large one.
 """
 HOT_BLOCKS = 128
 """This many leading blocks of each prompt are watched: what many prompts share comes first."""
@@ -50,6 +51,23 @@ FEW = 8
 """Up to this many equal pools are sorted one by one."""
 
 
+class _Bandwidth(BandwidthEstimate):
+    """A bandwidth that is learned from reports, and guessed again after a while without any."""
+
+    def __init__(self, first_guess: float, latency_s: float) -> None:
+        super().__init__(first_guess, latency_s)
+        self._first_guess = first_guess
+        self._heard_s = -math.inf
+
+    def hear(self, num_bytes: float, seconds: float, now: float) -> None:
+        """Learn from a report of what was moved since the last one, maybe nothing."""
+        if num_bytes > 0:
+            self.observe(num_bytes, seconds)
+            self._heard_s = now
+        elif now >= self._heard_s + RETRY_S:
+            self.at_least(self._first_guess)
+
+
 class FetchCosts:
     """Estimates the bandwidth between workers and that of the tiers below DRAM, and counts the
     blocks being fetched from each pool node. Bandwidths are learned from what workers report.
@@ -59,16 +77,12 @@ class FetchCosts:
 
     def __init__(self, config: SchedulerConfig) -> None:
         latency_s = config.fetch_latency_s
-        self._local = BandwidthEstimate(config.local_bytes_per_s, latency_s)
-        self._remote = BandwidthEstimate(config.remote_bytes_per_s, latency_s)
-        self._first_guesses = {
-            Tier.SSD: config.ssd_bytes_per_s, Tier.OBJECT: config.object_bytes_per_s
-        }  # fmt: skip
+        self._local = _Bandwidth(config.local_bytes_per_s, latency_s)
+        self._remote = _Bandwidth(config.remote_bytes_per_s, latency_s)
         self._loads = {
-            tier: BandwidthEstimate(guess, 0.0) for tier, guess in self._first_guesses.items()
+            Tier.SSD: _Bandwidth(config.ssd_bytes_per_s, 0.0),
+            Tier.OBJECT: _Bandwidth(config.object_bytes_per_s, 0.0),
         }
-        self._loaded_s = dict.fromkeys(self._loads, -math.inf)
-        """When a pool node last reported that it has read from a tier."""
         self._blocks_asked: dict[str, Counter[Tier]] = {}
         """Store id and epoch -> blocks of fetches that are not known to have ended."""
         self._seen: dict[str, dict[str, float]] = {}
@@ -82,14 +96,10 @@ class FetchCosts:
         if worker.role is Role.KVSTORE:
             for tier, names in LOAD_COUNTERS.items():
                 num_blocks, seconds = self._since(worker.worker_id, counters, names)
-                if num_blocks > 0:
-                    self._loads[tier].observe(num_blocks * worker.hello.block_bytes, seconds)
-                    self._loaded_s[tier] = now
-                elif now >= self._loaded_s[tier] + RETRY_S:
-                    self._loads[tier].at_least(self._first_guesses[tier])
+                self._loads[tier].hear(num_blocks * worker.hello.block_bytes, seconds, now)
         else:
             for estimate, names in ((self._local, LOCAL_COUNTERS), (self._remote, REMOTE_COUNTERS)):
-                estimate.observe(*self._since(worker.worker_id, counters, names))
+                estimate.hear(*self._since(worker.worker_id, counters, names), now)
 
     def _since(
         self, worker_id: str, counters: Mapping[str, float], names: tuple[str, str]

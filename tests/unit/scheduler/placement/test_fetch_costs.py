@@ -129,6 +129,19 @@ def test_a_slow_tier_is_tried_again_after_a_while_and_a_fast_one_stays_fast() ->
         assert costs.bytes_per_s["ssd_bytes_per_s"] == pytest.approx(1e8, rel=0.01)
 
 
+def test_a_network_that_small_fetches_have_shown_slow_is_tried_again_after_a_while() -> None:
+    """Each took a long way, and next to nothing was moved."""
+    costs = FetchCosts(CONFIG)
+    for number in range(1, 100):
+        counters = {"fetch_remote_bytes": 10.0 * number, "fetch_remote_seconds": 0.06 * number}
+        costs.observe(ENGINE, counters, float(number))
+    assert costs.bytes_per_s["remote_bytes_per_s"] < 1e3
+    costs.observe(ENGINE, counters, 99.0 + RETRY_S - 1)
+    assert costs.bytes_per_s["remote_bytes_per_s"] < 1e3
+    costs.observe(ENGINE, counters, 99.0 + RETRY_S + 1)
+    assert costs.bytes_per_s["remote_bytes_per_s"] == CONFIG.remote_bytes_per_s
+
+
 def test_a_restarted_worker_counts_from_zero() -> None:
     costs = FetchCosts(CONFIG)
     counters = {"fetch_local_bytes": 5e7, "fetch_local_seconds": 10.0}
