@@ -79,11 +79,18 @@ class MembershipTable:
             and (now - member.last_heard_s <= self._timeout_s)
         )
 
-    def hears_any(self, now: float) -> bool:
-        """Return whether any worker has been heard in the last half of the timeout. If none has,
-        the fault may be at this end.
+    def hears_half(self, num_cut_off: int, now: float) -> bool:
+        """Return whether at least half of the workers have been heard in the last half of the
+        timeout. `num_cut_off`: those that are members no more, as they were not heard, and may
+        live. If fewer have, the fault may be at this end: on a machine without a network, a gateway
+        hears the workers of its own machine.
         """
-        return any(now - m.last_heard_s <= self._timeout_s / 2 for m in self._members.values())
+        heard = [
+            now - member.last_heard_s <= self._timeout_s / 2
+            for member in self._members.values()
+            if member.hello.role is not Role.CLIENT
+        ]
+        return any(heard) and 2 * sum(heard) >= len(heard) + num_cut_off
 
     def get(self, worker_id: str) -> Member | None:
         """Return a live worker, or None."""

@@ -35,6 +35,7 @@ from mooncake.base.messages import (
     WeightsChecked,
 )
 from mooncake.base.pool_messages import FindHomes, FindReplicas, ForgetBlocks
+from mooncake.base.rights import client_key
 from mooncake.rpc.channel import Channel, PeerEnded
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.fairness import Turns
@@ -240,14 +241,17 @@ class Gateway:
             self._on_removed(member, now, reason)
 
     def _agree_on_losses(self, now: float) -> float | None:
-        """Declare the workers lost that no gateway hears. A gateway that hears no worker and no
-        other gateway may itself be cut off, so it declares none lost while it knows other gateways.
-        Returns when to ask the others again; None if there is nothing to ask now.
+        """Declare the workers lost that no gateway hears. A gateway that hears less than half of
+        the workers and no other gateway may itself be cut off, so it declares none lost while it
+        knows other gateways. Returns when to ask the others again; None if there is nothing to ask
+        now.
         """
         if self._losses.next_s is None:
             return None
-        if self._peers.all_silent and not self._membership.hears_any(now):
-            return None
+        if self._peers.all_silent:
+            num_cut_off = sum(not client_key(worker) for worker in self._losses.open_workers)
+            if not self._membership.hears_half(num_cut_off, now):
+                return None
         for worker in self._losses.take_lost(self._peers.live, now):
             self._membership.declare_lost(worker)
         return self._losses.next_s

@@ -268,6 +268,11 @@ class LossAgreement:
         """Worker -> ids of the gateways that do not hear it either."""
         self._ask_s = float("-inf")
 
+    @property
+    def open_workers(self) -> Iterable[WorkerRef]:
+        """Those of which it is not known whether they are lost."""
+        return self._open
+
     def open(self, workers: Iterable[WorkerRef]) -> None:
         """Ask about these workers too when `take_lost` asks next."""
         for worker in workers:

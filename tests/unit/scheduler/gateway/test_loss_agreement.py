@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mooncake.base import PeerLost, Role, WorkerRef
 from mooncake.base.messages import OWN_RELEASE, DoubtPeers, GatewayNews, PeersHeard, WhoAreYou
 from mooncake.rpc.channel import PeerEnded
@@ -81,6 +83,26 @@ def test_a_gateway_that_hears_neither_workers_nor_gateways_waits_and_does_not_sp
     lost = [message.worker for message in world.channel.of(PeerLost)]
     assert lost == [PEER], "the worker may have lived all the time"
     assert len(world.channel.of(WhoAreYou)) == 1
+
+
+@pytest.mark.parametrize(("num_heard", "ends"), [(2, False), (3, True)])
+def test_a_gateway_without_a_network_ends_no_worker_of_other_machines(
+    num_heard: int, ends: bool
+) -> None:
+    """It hears those of its own machine. A gateway that hears half of the workers has a network."""
+    world = TwoGateways(6)
+    here, elsewhere = world.workers[:num_heard], world.workers[num_heard:]
+    for _ in range(30):
+        world.tick(1.0)
+        for worker in here:
+            world.report(worker)
+    status = world.gateway.status(world.now)
+    assert [each.id for each in status.workers] == [each.worker_id for each in here]
+    for worker in elsewhere:
+        world.report(worker)
+    lost = {message.worker for message in world.channel.of(PeerLost)}
+    assert lost & set(world.workers) == (set(elsewhere) if ends else set())
+    assert bool(world.channel.of(WhoAreYou)) is not ends, "they may come back as they are"
 
 
 def test_a_worker_whose_port_refuses_us_alone_is_not_ended() -> None:
