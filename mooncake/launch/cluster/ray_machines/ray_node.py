@@ -58,6 +58,8 @@ LOST_S = 10.0
 """A head that does not answer for this long is lost."""
 AWAY_S = 30.0
 """A new head waits this long for machines on which no gateway knows workers."""
+ASK_S = 0.25
+"""Seconds until Ray and the gateways are asked again which machines are there."""
 AGENTS_S = 0.5
 """Ray's helpers get this long to end by themselves."""
 
@@ -296,6 +298,7 @@ class _Node:
                     members = [member for told in answers for member in told.members]
                     if not works_at(members, self._cluster.placed, away):
                         return read_facts(answers[0].facts)
+                time.sleep(ASK_S)
         return None
 
     def _config(self, role: Role | None = None) -> ServeConfig:

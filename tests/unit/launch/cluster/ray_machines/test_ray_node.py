@@ -14,6 +14,7 @@ from mooncake.base import MooncakeError, Role
 from mooncake.launch.cluster.ray_machines import placed_worker, ray_cluster, ray_node
 from mooncake.launch.cluster.ray_machines.ray_cluster import spread
 from mooncake.launch.cluster.ray_machines.ray_node import (
+    ASK_S,
     LOOK_S,
     LOST_S,
     TURN_S,
@@ -137,6 +138,27 @@ def test_a_head_that_cannot_place_workers_tries_again_with_the_same_ray(
     ray_node._Node._be_head(node, "10.0.0.7:6379", nothing)
     assert done == ["connect", "place", "place", "disconnect", "end"]
     assert "a machine does not say which workers run there" in caplog.text
+
+
+def test_a_head_asks_again_after_a_while_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions without a pause would keep Ray's GCS and all gateways busy."""
+    asked: list[str] = []
+    here = iter([{}, {}, {"node": "10.0.0.2"}])
+    told = SimpleNamespace(members=[], facts="facts")
+    seeds = SimpleNamespace(ask=lambda: asked.append("ask") or [told], close=lambda: None)
+    monkeypatch.setattr(ray_node, "Seeds", lambda *_: seeds)
+    monkeypatch.setattr(ray_node, "machine_credential", lambda *_: None)
+    monkeypatch.setattr(ray_node, "read_facts", lambda facts: facts)
+    monkeypatch.setattr(ray_cluster, "nodes", lambda: next(here))
+    pauses = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda s: asked.append(f"{s} s"))
+    monkeypatch.setattr(ray_node, "time", pauses)
+    machine = SimpleNamespace(name="b", address="10.0.0.2")
+    cluster = SimpleNamespace(machines=[machine], placed=())
+    node: Any = SimpleNamespace(_machine=machine, _cluster=cluster, _hosts=["10.0.0.2"])
+    config: Any = None
+    found = ray_node._Node._await_others(node, config, lambda: True)
+    assert found == "facts"
+    assert asked == ["ask", f"{ASK_S} s", "ask", f"{ASK_S} s", "ask"]
 
 
 class Machines:
