@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 import referencing
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from jsonschema_specifications import REGISTRY
 
@@ -84,6 +84,11 @@ def is_valid(value: Any, schema: Any) -> bool | None:
         return None
 
 
+@example({"patternProperties": {"^a": {}, "b$": {}}, "additionalProperties": False}, [{"a": 1}])
+@example({"patternProperties": {"(?=a)a": {}}, "additionalProperties": False}, [{"a": 1}])
+@example({"oneOf": [{}, {"not": {}}]}, [1])
+@example({"oneOf": [{}, {"not": {}}], "anyOf": [{"type": "integer"}]}, [1])
+@example({"allOf": [{"$ref": "https://x/y"}]}, [1])
 @given(SCHEMAS, st.lists(VALUES, min_size=1, max_size=4))
 def test_what_is_valid_stays_valid(schema: Any, values: list[Any]) -> None:
     assume(isinstance(schema, dict))
