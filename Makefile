@@ -32,7 +32,7 @@ help:
 	@echo "make hold-out  all that a training run reads, searched for what is held out from it"
 	@echo "make soak      random faults on simulated clusters (SEEDS=1000 FIRST=0)"
 	@echo "make soak-pool a pool node killed in mid-put and mid-get (KILLS=200)"
-	@echo "make soak-device random orders of a GPU's work, on the emulated one (SEEDS=200)"
+	@echo "make soak-device random orders of a GPU's work, on emulated ones (ORDERS=200 FIRST=0)"
 	@echo "make soak-hosts a cluster on hosts made of namespaces, under load and random faults; as root (MINUTES=60 SEED=0)"
 	@echo "make soak-changes docs/changing-machines.md typed on such hosts, under load; as root"
 	@echo "make soak-nodes what looks after engines killed again and again; as root (KILLS=20)"
@@ -173,10 +173,10 @@ KILLS ?= 200
 soak-pool: $(STAMP)
 	MOONCAKE_NUM_KILLS=$(KILLS) $(BIN)/pytest -q tests/integration/pool/test_faults.py -k killed --timeout 36000
 
-# Orders in which an emulated GPU may run what is queued, one seed after another: make soak-device SEEDS=1000
-soak-device: SEEDS = 200
+# Random orders in which emulated GPUs may run what is queued, of each shape: make soak-device ORDERS=1000 FIRST=7
+soak-device: ORDERS ?= 200
 soak-device: $(STAMP)
-	MOONCAKE_TEST_SEEDS=$(SEEDS) $(BIN)/pytest -q tests/device/test_served.py -k random_order
+	MOONCAKE_TEST_ORDERS=$(ORDERS) MOONCAKE_TEST_FIRST=$(FIRST) $(BIN)/pytest -v tests/device/test_random_orders.py
 
 # The steps of docs/changing-machines.md on hosts made of namespaces, while clients ask; as root.
 soak-changes: $(STAMP)

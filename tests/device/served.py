@@ -98,10 +98,12 @@ def served(
     peers: Peers | None = None,
     drafts: SpeculativeConfig | None = None,
     config: EngineConfig = CONFIG,
+    measures: bool = False,
     **options: Any,
 ) -> Iterator[Served]:
     """Open a checkpoint as a worker's process does, with followers where it has several ranks, and
     close it. peers: the workers with which it shares experts. drafts: where they come from.
+    measures: see `opened`; what is measured takes longer than the tests' requests.
     """
     with_mtp = drafts is not None and drafts.method == MTP
     if drafts is not None and drafts.method == EAGLE3:
@@ -120,7 +122,6 @@ def served(
     )
     if shape.pp > 1:
         config = dataclasses.replace(config, max_steps_in_flight=shape.pp + 1)
-    measures = peers is not None or drafts is not None
     with opened(path, made, layout, config, peers, measures=measures) as engine:
         yield engine
 

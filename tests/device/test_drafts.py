@@ -140,8 +140,9 @@ def test_drafts_change_no_token(
         watched(DecodeGraphs) as replayed,
         watched(CapturedGuesses) as guessed,
     ):
-        drafts = methods[method]
-        with served(checkpoint, "cuda", backend, drafts=drafts, shape=shape) as engine:
+        options = {"drafts": methods[method], "shape": shape}
+        measures = backend == CAPTURED and order == RANDOM
+        with served(checkpoint, "cuda", backend, measures=measures, **options) as engine:
             assert engine.run(JOINS) == wanted[0]
             assert engine.logprobs[0] == pytest.approx(wanted[1][0], abs=1e-4)
             found, alone = of_drafts(engine), counted[method]
@@ -170,7 +171,7 @@ def test_pages_leave_room_for_the_states_that_drafts_are_made_from(tmp_path: Pat
         CONFIG, max_num_seqs=12, max_batched_tokens=12, max_waiting=12, num_blocks=10**6
     )
     sampling = SamplingParams(temperature=0, max_tokens=BLOCK_TOKENS + 2)
-    room = {"measure_pages": True, "gpu_memory_utilization": 1.0}
+    room = {"measures": True, "measure_pages": True, "gpu_memory_utilization": 1.0}
     with (
         mock.patch.object(Speculation, "choose", return_value={}),
         emulated(device_bytes=24 << 20) as gpus,

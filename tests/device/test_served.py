@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from mooncake.base import SamplingParams
-from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.device.served import Joins, prompt, served
-from tests.support.cuda.install import Emulated, emulated, one_gpu
-from tests.support.cuda.streams import ORDERS, RANDOM
-
-SEEDS = range(int(os.environ.get("MOONCAKE_TEST_SEEDS", "2")))
-SHORT: Joins = {
-    0: [(prompt(5, 0), SamplingParams(temperature=0, max_tokens=3))],
-    1: [(prompt(37, 1), SamplingParams(temperature=0.8, seed=3, max_tokens=2))],
-}
-"""A prompt in two chunks, and a sequence that decodes beside them."""
+from tests.support.cuda.install import Emulated, one_gpu
+from tests.support.cuda.streams import ORDERS
 
 JOINS: Joins = {
     0: [
@@ -51,18 +42,3 @@ def test_tokens_and_logprobs_have_the_bits_of_the_cpu(
         gpu.finish()
     if isinstance(gpu, Emulated):
         assert "copy in" in gpu.machine.launched
-
-
-@pytest.mark.timeout(36000)
-def test_no_random_order_has_other_tokens_or_a_race(tmp_path: Path) -> None:
-    """One process for all seeds, and two layers: a dense one, and one with experts."""
-    path = init_checkpoint(
-        "k2-nano", 0, tmp_path / "nano", dtype="float32", overrides={"num_hidden_layers": 2}
-    )
-    with served(path, "cpu") as engine:
-        wanted = engine.run(SHORT)
-    for seed in SEEDS:
-        with emulated(order=RANDOM, seed=seed) as gpus:
-            with served(path, "cuda") as engine:
-                assert engine.run(SHORT) == wanted, f"seed {seed}"
-            gpus.finish()

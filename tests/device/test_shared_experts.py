@@ -59,7 +59,6 @@ def engine_of_two(
     further ones. options: of `served`; `silent_s`: how long a follower may give no sign of
     life, and another engine once the first requests are done.
     """
-    options = {"measure_pages": True, **options}
     silent_s = options.pop("silent_s", RANK_S)
     torch.set_num_threads(1)
     shape = Shape.parse(words)
@@ -115,7 +114,7 @@ def test_engines_that_share_experts_have_the_tokens_and_logprobs_of_one_on_the_c
                 words,
                 backend,
                 machine,
-                {"eplb": eplb},
+                {"eplb": eplb, "measures": shape.tp > 1, "measure_pages": True},
                 PARTS[number],
                 alone[number],
             )
@@ -142,10 +141,11 @@ def test_engines_whose_experts_are_on_another_have_the_tokens_and_logprobs_of_on
     """Steps are eager. The last process holds experts and no pages."""
     name, machine = group_name(), {"num_devices": 1, "order": RANDOM, "seed": 5}
     parts: list[Joins] = [*PARTS, {}]
+    measured = {"measures": True, "measure_pages": True}
     engines = Processes(
         engine_of_two,
         [
-            (number, name, nano, "tp1-dp2-experts1", CAPTURED, machine, {}, part)
+            (number, name, nano, "tp1-dp2-experts1", CAPTURED, machine, measured, part)
             for number, part in enumerate(parts)
         ],
     )
@@ -187,7 +187,7 @@ def test_drafts_of_a_layer_are_in_captured_steps_that_engines_agree_on(
                 "tp1-dp2-ep2",
                 CAPTURED,
                 machine,
-                {"drafts": drafts},
+                {"drafts": drafts, "measures": method == MTP, "measure_pages": True},
                 PARTS[number],
             )
             for number in range(2)

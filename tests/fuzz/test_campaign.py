@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
 ]
 
-NUM_INPUTS = examples(500)
+NUM_INPUTS = examples(250)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""A hundred seeds of faults over the shipped machines, checked after every event; in almost half
+"""Fifty seeds of faults over the shipped machines, checked after every event; in almost half
 of the clusters instances have several ranks. See `mooncake.sim.faults.random_faults`. `make soak
 SEEDS=… FIRST=…` runs as many as you like.
 """
@@ -14,7 +14,7 @@ from mooncake.sim.faults.random_faults import Trial, TrialReport, describe_failu
 from tests.support.examples import examples
 
 FIRST = int(os.environ.get("SOAK_FIRST", "0"))
-NUM_SEEDS = int(os.environ.get("SOAK_SEEDS") or examples(100))
+NUM_SEEDS = int(os.environ.get("SOAK_SEEDS") or examples(50))
 SEEDS_A_TEST = 10
 HEARTBEAT_S = 2.0
 """A worker that says nothing for so long is given up in these clusters."""

@@ -17,7 +17,6 @@ import jsonschema
 import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from benchmarks.k2vv import NO_ANSWER, measure
 from mooncake.api import load_tokenizer
@@ -219,6 +218,8 @@ def collect(client: httpx.Client, body: dict[str, Any]) -> tuple[Any, dict[int, 
 
 @pytest.fixture(scope="module")
 def truth(home: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(str(home), dtype=torch.float32).eval()
 
 

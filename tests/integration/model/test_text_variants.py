@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import tokenizers
 from tokenizers import processors
-from transformers import AutoTokenizer
 
 from mooncake.api.text.chat_template import load_chat_template
 from mooncake.api.text.tokenizer import load_tokenizer
@@ -70,12 +69,18 @@ def byte_level(path: Path, **config: Any) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def of_transformers(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_templates(template: str, tmp_path: Path) -> None:
     more = {"video_token": "<tool>"}
     byte_level(tmp_path, image_token="<tool>", extra_special_tokens=more)
     (tmp_path / "chat_template.jinja").write_text(template)
-    wanted = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+    wanted = of_transformers(tmp_path).apply_chat_template(
         MESSAGES, tokenize=False, add_generation_prompt=True
     )
     found = load_chat_template(tmp_path, load_tokenizer(tmp_path)).render(MESSAGES)
@@ -91,7 +96,7 @@ def test_tokenizers(config: dict[str, Any], surrounds: bool, tmp_path: Path) -> 
     if not surrounds:
         library.post_processor = processors.ByteLevel(trim_offsets=False)
     library.save(str(tmp_path / "tokenizer.json"))
-    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    theirs, ours = of_transformers(tmp_path), load_tokenizer(tmp_path)
     for special in (True, False):
         wanted = theirs(TEXT, add_special_tokens=special).input_ids
         assert ours.encode(TEXT, add_special=special) == wanted

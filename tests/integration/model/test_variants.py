@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from mooncake.base import CheckpointError
@@ -192,6 +191,8 @@ QUANTIZED: dict[str, Config] = {
 
 def theirs(home: Path) -> Any:
     """Return transformers' model of a directory."""
+    import transformers
+
     kind = transformers.AutoModelForCausalLM
     if json.loads((home / "config.json").read_text())["model_type"] == "kimi_k25":
         kind = transformers.Kimi_K25ForConditionalGeneration

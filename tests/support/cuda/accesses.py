@@ -31,68 +31,83 @@ class Access:
     ranges: Ranges
     """(begin, end), sorted."""
     writes: bool
+    at: int = 0
+    """From where in the block ranges are counted."""
 
+    def overlaps(self, other: Access) -> bool:
+        """Whether both touch some byte, of one block."""
+        i = j = 0
+        further = other.at - self.at
+        while i < len(self.ranges) and j < len(other.ranges):
+            (begin, end), (first, last) = self.ranges[i], other.ranges[j]
+            if begin < last + further and first + further < end:
+                return True
+            if end <= last + further:
+                i += 1
+            else:
+                j += 1
+        return False
 
-@dataclass(frozen=True)
-class _Past:
-    task: Task
-    ranges: Ranges
-    writes: bool
+    def covers(self, other: Access) -> bool:
+        """Whether this one touches all bytes that the other does."""
+        i, further = 0, other.at - self.at
+        for begin, end in other.ranges:
+            while i < len(self.ranges) and self.ranges[i][1] < end + further:
+                i += 1
+            if i == len(self.ranges) or self.ranges[i][0] > begin + further:
+                return False
+        return True
 
 
 class Accesses:
     """The accesses of all blocks."""
 
     def __init__(self) -> None:
-        self._of: weakref.WeakKeyDictionary[Block, list[_Past]] = weakref.WeakKeyDictionary()
-        self._clocks: list[Clock] = []
+        self._of: weakref.WeakKeyDictionary[Block, list[tuple[Task, Access]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def add(self, task: Task, accesses: Iterable[Access]) -> list[str]:
         """Note what a task touched; return its races, in words."""
         races = []
         for access in accesses:
             past = self._of.setdefault(access.block, [])
-            for each in past:
-                if not (access.writes or each.writes) or _is_before(each.task, task):
+            for before, other in past:
+                if not (access.writes or other.writes) or _is_before(before, task):
                     continue
-                if _overlap(access.ranges, each.ranges):
-                    races.append(_words(access, each, task))
+                if access.overlaps(other):
+                    races.append(_words(access, other, before, task))
             if access.writes:  # those that this one covers need not be known any more
                 past[:] = [
-                    each
-                    for each in past
-                    if not (_is_before(each.task, task) and _covers(access.ranges, each.ranges))
+                    (before, other)
+                    for before, other in past
+                    if not (_is_before(before, task) and access.covers(other))
                 ]
-            past.append(_Past(task, access.ranges, access.writes))
+            past.append((task, access))
             if len(past) > _MANY:
                 reads = {}
-                for each in past:  # of a stream's reads of the same bytes the last says it all
-                    key = (each.task.stream, each.writes, tuple(each.ranges))
-                    reads[key] = each
+                for before, other in past:  # a stream's last read of the same bytes says it all
+                    key = (before.stream, other.writes, other.at, tuple(other.ranges))
+                    reads[key] = before, other
                 past[:] = list(reads.values())
         return races
 
     def prune(self, clocks: Sequence[Clock]) -> None:
         for past in self._of.values():
             past[:] = [
-                each
-                for each in past
-                if any(clock.get(each.task.stream, 0) < each.task.tick for clock in clocks)
+                (before, other)
+                for before, other in past
+                if any(clock.get(before.stream, 0) < before.tick for clock in clocks)
             ]
 
 
-def ranges_of(tensor: torch.Tensor, start: int) -> Ranges:
-    """Return the bytes of a tensor, counted from address `start`."""
-    if not tensor.numel():
-        return []
-    begin = tensor.data_ptr() - start
-    places = _places(tensor.stride(), tuple(tensor.shape), tensor.element_size())
-    return [(begin + first, begin + end) for first, end in places]
+def ranges_of(tensor: torch.Tensor) -> Ranges:
+    """Return the bytes of a tensor, counted from its first one."""
+    return _places(tensor.stride(), tensor.shape, tensor.itemsize) if tensor.numel() else []
 
 
 @functools.lru_cache(4096)
 def _places(strides: tuple[int, ...], shape: tuple[int, ...], size: int) -> Ranges:
-    """Return the bytes of a tensor, counted from its first one."""
     dims = sorted(
         (stride, count)
         for stride, count in zip(strides, shape, strict=True)
@@ -128,35 +143,11 @@ def _is_before(task: Task, other: Task) -> bool:
     return other.clock.get(task.stream, 0) >= task.tick
 
 
-def _overlap(a: Ranges, b: Ranges) -> bool:
-    i = j = 0
-    while i < len(a) and j < len(b):
-        if a[i][0] < b[j][1] and b[j][0] < a[i][1]:
-            return True
-        if a[i][1] <= b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return False
-
-
-def _covers(a: Ranges, b: Ranges) -> bool:
-    i = 0
-    for begin, end in b:
-        while i < len(a) and a[i][1] < end:
-            i += 1
-        if i == len(a) or a[i][0] > begin:
-            return False
-    return True
-
-
-def _words(access: Access, past: _Past, task: Task) -> str:
+def _words(access: Access, other: Access, before: Task, task: Task) -> str:
     kinds = ("reads", "writes")
     return (
         f"{task.name} on stream {task.stream} {kinds[access.writes]} {access.block.name}, which "
-        f"{past.task.name} on stream {past.task.stream} {kinds[past.writes]}, and neither waits "
-        f"for the other.\n{task.name} was queued at:\n  "
-        + "\n  ".join(task.stack)
-        + f"\n{past.task.name} was queued at:\n  "
-        + "\n  ".join(past.task.stack)
+        f"{before.name} on stream {before.stream} {kinds[other.writes]}, and neither waits "
+        f"for the other.\n{task.name} was queued at:\n  {task.place}"
+        f"\n{before.name} was queued at:\n  {before.place}"
     )

@@ -40,7 +40,7 @@ class Block:
 
     def access(self, inner: torch.Tensor, writes: bool) -> Access:
         """Return the access of a tensor that lies in this block."""
-        return Access(self, ranges_of(inner, self.address), writes)
+        return Access(self, ranges_of(inner), writes, inner.data_ptr() - self.address)
 
 
 class Hold:

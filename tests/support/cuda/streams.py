@@ -6,6 +6,7 @@ Owns all queues and the clocks that say which task is ordered behind which. Know
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import sys
@@ -13,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -30,6 +32,8 @@ nothing doubles them, to `Machine.most_poll_s`, so that processes that wait leav
 others.
 """
 Clock = dict[int, int]
+Stack = tuple[tuple[CodeType, int], ...]
+"""Functions and lines in them, the innermost first."""
 Body = Callable[[], Any]
 """Does a task's work; returns a list of accesses, if some were not known when it was queued."""
 
@@ -52,13 +56,19 @@ class Task:
     accesses: list[Access]
     waits: list[tuple[int, int]]
     """(stream, tick) of tasks of other streams that come first."""
-    stack: tuple[str, ...]
+    stack: Stack
+    """Where the host queued it."""
     stream: int = 0
     tick: int = 0
     clock: Clock = field(default_factory=dict)
     number: int = 0
     """The task's place in the order in which the host queued all tasks."""
     meeting: Meeting | None = None
+
+    @property
+    def place(self) -> str:
+        """The calls of its stack, one a line."""
+        return "\n  ".join(f"{code.co_filename}:{line} {code.co_name}" for code, line in self.stack)
 
 
 class Stream:
@@ -160,6 +170,7 @@ class Machine:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self.races: list[str] = []
+        self.tell_race: Callable[[str], object] = self.races.append
         self.failed: BaseException | None = None
         self.launched: list[str] = []
         """Names of all tasks but marks, in the order in which they were queued or replayed."""
@@ -244,7 +255,7 @@ class Machine:
         body: Body,
         accesses: Iterable[Access] = (),
         waits: Iterable[Task] = (),
-        stack: tuple[str, ...] | None = None,
+        stack: Stack | None = None,
         meeting: Meeting | None = None,
     ) -> Task:
         """Put a task at the end of a stream, or into the graph that is being captured."""
@@ -361,11 +372,12 @@ class Machine:
                 with torch.inference_mode():
                     found = task.body()
             except Exception as error:  # as CUDA's do, errors of the device stay
-                error.add_note("queued at:\n  " + "\n  ".join(task.stack))
+                error.add_note(f"queued at:\n  {task.place}")
                 self.failed = error
             else:
                 more = found if isinstance(found, list) else []
-                self.races += self._accesses.add(task, [*task.accesses, *more])
+                for race in self._accesses.add(task, [*task.accesses, *more]):
+                    self.tell_race(race)
         stream.tasks.popleft()
         stream.done = task.tick
         self._changed.notify_all()
@@ -405,14 +417,18 @@ def _merge(clock: Clock, other: Clock) -> None:
 _HERE = __file__.rsplit("/", 1)[0]
 
 
-def where(most: int = 8) -> tuple[str, ...]:
+def where(most: int = 8) -> Stack:
     """Return the innermost calls that are neither torch's nor this package's."""
-    found: list[str] = []
+    found: list[tuple[CodeType, int]] = []
     frame = sys._getframe(1)
     while frame is not None and len(found) < most:
-        code = frame.f_code
-        name = code.co_filename
-        if not name.startswith(_HERE) and "/torch/" not in name and "/triton/" not in name:
-            found.append(f"{name}:{frame.f_lineno} {code.co_name}")
+        if _is_told(frame.f_code):
+            found.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return tuple(found)
+
+
+@functools.cache
+def _is_told(code: CodeType) -> bool:
+    name = code.co_filename
+    return not name.startswith(_HERE) and "/torch/" not in name and "/triton/" not in name

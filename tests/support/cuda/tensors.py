@@ -7,6 +7,7 @@ depends on numbers, or that brings a number to the host, drains its stream first
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -97,12 +98,22 @@ def empty_strided(
     """Return memory of the current stream; poisoned: see `Memory.take`."""
     machine = the_machine()
     stream = machine.current(device)
-    like = torch.empty(tuple(size), dtype=dtype or torch.get_default_dtype(), device=_META)
+    dtype, size = dtype or torch.get_default_dtype(), tuple(size)
+    stride, num_bytes = _placed(size, None if stride is None else tuple(stride), dtype)
+    hold = the_memory().take(num_bytes, stream, poisoned)
+    whole = hold.block.bytes[:num_bytes].view(dtype)
+    return DeviceTensor(whole.as_strided(size, stride), hold)
+
+
+@functools.lru_cache(4096)
+def _placed(
+    size: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.dtype
+) -> tuple[tuple[int, ...], int]:
+    """Return the strides and bytes of a new tensor."""
+    like = torch.empty(size, dtype=dtype, device=_META)
     if stride is not None:
-        like = torch.empty_strided(tuple(size), tuple(stride), dtype=like.dtype, device=_META)
-    hold = the_memory().take(like.untyped_storage().nbytes(), stream, poisoned)
-    whole = hold.block.bytes[: like.untyped_storage().nbytes()].view(like.dtype)
-    return DeviceTensor(whole.as_strided(like.size(), like.stride()), hold)
+        like = torch.empty_strided(size, stride, dtype=dtype, device=_META)
+    return like.stride(), like.untyped_storage().nbytes()
 
 
 def of_host(values: torch.Tensor, device: Any) -> DeviceTensor:
@@ -130,7 +141,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return copy(args[0], args[1], kwargs.get("non_blocking", args[2:] == (True,)))
     if name == "aten::_to_copy":
         return _to_copy(func, args, kwargs)
-    if name not in _LEAVES:
+    if name not in _LEAVES and _has_parts(func):
         made = func.decompose(*args, **kwargs)
         if made is not NotImplemented:
             return made
@@ -344,6 +355,14 @@ def _on(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {key: device if key == "device" and each else each for key, each in kwargs.items()}
 
 
+@functools.cache
+def _has_parts(func: Any) -> bool:
+    """Whether an op is made of others."""
+    found: bool = func._can_decompose()
+    return found
+
+
+@functools.cache
 def is_view(func: Any) -> bool:
     """Whether an op's results lie in the memory of its arguments."""
     returns = func._schema.returns
@@ -355,12 +374,20 @@ def written_by(
 ) -> list[Any]:
     """Return the arguments of a kind that an op changes."""
     found = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[number] if number < len(args) else kwargs.get(argument.name)
+    for number, name in _changed(func):
+        value = args[number] if number < len(args) else kwargs.get(name)
         found += [each for each in leaves(value) if isinstance(each, kind)]
     return found
+
+
+@functools.cache
+def _changed(func: Any) -> list[tuple[int, str]]:
+    """Return the places and names of the arguments that an op changes."""
+    return [
+        (number, each.name)
+        for number, each in enumerate(func._schema.arguments)
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
 
 
 def _has_mask(name: str, tensors: list[torch.Tensor]) -> bool:

@@ -1,12 +1,13 @@
-"""Tiny models for torch tests: transformers' own as the truth, and ours loaded from its weights."""
+"""Tiny models for torch tests: transformers' own as the truth, and ours loaded from its weights.
+Only who asks for the truth imports transformers: each process would take three CPU seconds for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from mooncake.base import CheckpointError, KvLayout, ModelSpec
 from mooncake.base.kv_layout import ALL_PAGES, Home
@@ -16,6 +17,9 @@ from mooncake.model.inputs import PrefersAbsorbed, build_inputs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import QuantizedWeight, load_model
+
+if TYPE_CHECKING:
+    from transformers import DeepseekV3ForCausalLM
 
 CPU = torch.device("cpu")
 
@@ -78,6 +82,8 @@ def truth(name: str, seed: int = 0, **changes: Any) -> DeepseekV3ForCausalLM:
     """Return transformers' model of `CONFIGS[name]` with `changes`, in float32, its weights and
     biases seeded.
     """
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
     torch.manual_seed(seed)
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**(_BASE | CONFIGS[name] | changes))).eval()
     with torch.no_grad():
