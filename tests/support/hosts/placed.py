@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.support.hosts.described import DescribedCluster
 from tests.support.hosts.hosts import SHARED, Host, Program
+from tests.support.waiting import wait_until
 
 WORKERS = {"prefill": 1, "decode": 2}
 """What Ray places."""
@@ -62,9 +63,7 @@ class Placed(DescribedCluster):
         return set(host.check("sh", "-c", f"pgrep -f '{pattern}' || true").split())
 
     def kill(self, host: Host, pattern: str) -> None:
-        end_s = time.monotonic() + END_S
-        while not (pids := self.pids(host, pattern)):
-            assert time.monotonic() < end_s, f"nothing to kill: {pattern}"
+        pids = wait_until(lambda: self.pids(host, pattern), f"{pattern} to kill", END_S)
         host.check("kill", "-9", *pids)
 
     def workers(self) -> dict[str, set[str]]:
@@ -72,12 +71,14 @@ class Placed(DescribedCluster):
 
     def head(self) -> Host:
         """Return the machine that is Ray's head, once there is one alone."""
-        end_s = time.monotonic() + END_S
-        while time.monotonic() < end_s:
-            heads = [each for each in self.machines if self.pids(each, GCS)]
-            if len(heads) == 1:
-                return heads[0]
-        raise AssertionError("the machines do not agree on a head")
+        heads: list[Host] = []
+
+        def is_one() -> bool:
+            heads[:] = [each for each in self.machines if self.pids(each, GCS)]
+            return len(heads) == 1
+
+        wait_until(is_one, "the machines to agree on a head", END_S)
+        return heads[0]
 
     def num_watched(self) -> int:
         """Return how often a head has said that it looks after all workers."""
