@@ -142,7 +142,7 @@ THINK_MARKERS = (Marker.THINK_BEGIN, Marker.THINK_END)
 TOOL_MARKERS = tuple(marker for marker in Marker if marker not in THINK_MARKERS)
 
 
-class Piece(msgspec.Struct, kw_only=True):
+class Piece(msgspec.Struct):
     """What is added to an answer's text, to the reasoning before it, or to one call."""
 
     text: str = ""
@@ -164,7 +164,7 @@ def join_pieces(pieces: Iterable[Piece]) -> list[Piece]:
     """Join an answer's pieces if one continues another. Each text is copied once."""
     joiner = _Joiner()
     for piece in pieces:
-        joiner.add(piece)
+        joiner.add(piece.text, piece.is_reasoning, piece.call, piece.call_id, piece.name)
     return joiner.take()
 
 
@@ -176,14 +176,26 @@ class _Joiner:
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
         self._parts: list[str] = []
-        """The text of the last piece."""
+        """The text of the last piece, once something was added to it."""
 
-    def add(self, piece: Piece) -> None:
-        """Add a piece, or what it adds to the last one."""
-        if not self._pieces or piece.call_id is not None or piece.holds != self._pieces[-1].holds:
+    def add(
+        self,
+        text: str,
+        is_reasoning: bool = False,
+        call: int | None = None,
+        call_id: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Add to the last piece, or begin a piece: each `call_id` does."""
+        last = self._pieces[-1] if self._pieces else None
+        goes_on = last is not None and last.call == call and last.is_reasoning is is_reasoning
+        if last is None or not goes_on or call_id is not None:
             self._end()
-            self._pieces.append(piece)
-        self._parts.append(piece.text)
+            self._pieces.append(Piece(text, is_reasoning, call, call_id, name))
+            return
+        if not self._parts:
+            self._parts.append(last.text)
+        self._parts.append(text)
 
     def take(self) -> list[Piece]:
         """Return the pieces since the last call."""
@@ -192,10 +204,9 @@ class _Joiner:
         return pieces
 
     def _end(self) -> None:
-        if len(self._parts) > 1:
-            whole = "".join(self._parts)
-            self._pieces[-1] = msgspec.structs.replace(self._pieces[-1], text=whole)
-        self._parts.clear()
+        if self._parts:
+            self._pieces[-1].text = "".join(self._parts)
+            self._parts.clear()
 
 
 class _State(Enum):
@@ -255,19 +266,18 @@ class MessageParser:
         """Take text between markers."""
         if not text:
             return
-        match self._state:
-            case _State.CONTENT:
-                self._add_text(text, is_reasoning=False)
-            case _State.REASONING:
-                self._add_text(text, is_reasoning=True)
-            case _State.ID:
-                self._id_text += text
-            case _State.ARGUMENTS:
-                if not self._arguments_seen:
-                    text = text.lstrip()
-                self._add_arguments(text)
-            case _State.BETWEEN:
-                pass  # white space between calls has no meaning
+        state = self._state
+        if state is _State.CONTENT:
+            self._run_has_text = True
+            self._joiner.add(text)
+        elif state is _State.REASONING:
+            self._end_run()
+            self._joiner.add(text, is_reasoning=True)
+        elif state is _State.ID:
+            self._id_text += text
+        elif state is _State.ARGUMENTS:
+            self._add_arguments(text if self._arguments_seen else text.lstrip())
+        # White space between calls has no meaning.
 
     def marker(self, marker: Marker) -> None:
         """Take a marker. A marker that makes no sense here is ignored."""
@@ -303,7 +313,7 @@ class MessageParser:
         if self._kept:
             index = self.num_calls - 1
             self._end_run()
-            self._joiner.add(Piece(call=index, call_id=call_id, name=name))
+            self._joiner.add("", call=index, call_id=call_id, name=name)
 
     def _end_call(self) -> None:
         if self._state is _State.ARGUMENTS and not self._arguments_seen:
@@ -314,14 +324,7 @@ class MessageParser:
             return
         self._arguments_seen = True
         if self._kept:
-            self._joiner.add(Piece(call=self.num_calls - 1, text=text))
-
-    def _add_text(self, text: str, *, is_reasoning: bool) -> None:
-        if is_reasoning:
-            self._end_run()
-        else:
-            self._run_has_text = True
-        self._joiner.add(Piece(text=text, is_reasoning=is_reasoning))
+            self._joiner.add(text, call=self.num_calls - 1)
 
     def _end_run(self) -> None:
         self._run += self._run_has_text
@@ -400,5 +403,10 @@ class Delta(msgspec.Struct, kw_only=True):
         return [piece for piece in self.pieces if piece.call is not None]
 
     def _joined(self, *, is_reasoning: bool) -> str:
-        holds = (is_reasoning, None)
-        return "".join(piece.text for piece in self.pieces if piece.holds == holds)
+        return "".join(
+            [
+                piece.text
+                for piece in self.pieces
+                if piece.call is None and piece.is_reasoning is is_reasoning
+            ]
+        )
