@@ -16,8 +16,8 @@ from mooncake.train.drawing import Drawing, Drawn, Tokens, joined
 
 _LENGTHS, _TOKENS = 32, 512
 """A CPU's groups are as long as a multiple of the first, and its batches have a multiple of the
-second, because oneDNN compiles a product anew for each shape that it has not seen: a few
-milliseconds, as long as the product itself takes.
+second, unless it computes in float32, because oneDNN compiles a product anew for each shape that it
+has not seen: a few milliseconds, as long as the product itself takes.
 """
 
 PADDED_TOKENS = 2048

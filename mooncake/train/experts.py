@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn import functional
 
 from mooncake.base import ModelSpec
-from mooncake.train.parts import GatedMlp, gathered, spread
+from mooncake.train.parts import GatedMlp, gated, joined, products, spread
 
 _ROWS = 128
 """An expert's rows are filled up to a multiple of this, because oneDNN compiles a product anew for
-each number of rows that it has not seen.
+each number of rows that it has not seen. Products in float32 are not compiled.
 """
 
 
@@ -69,35 +69,30 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         """Return the sum, computed expert by expert for the tokens that chose it."""
         num, k = self.gate_proj.weight.shape[0], chosen.shape[1]
+        filled = 1 if x.dtype == torch.float32 else _ROWS
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = torch.bincount(flat, minlength=num)
-        rounded = (counts + _ROWS - 1) // _ROWS * _ROWS
-        # The places of an expert's rows, one after the other, begin at a multiple of _ROWS.
+        rounded = (counts + filled - 1) // filled * filled
+        # The places of an expert's rows, one after the other, begin at a multiple of `filled`.
         shift = (rounded.cumsum(0) - rounded) - (counts.cumsum(0) - counts)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order)) + shift[flat[order]]
-        sources = torch.arange(int(rounded.sum())) % len(x)
-        sources[places] = torch.arange(len(places)) // k
-        gates, ups, downs = self._weights(x.dtype)
         sizes = rounded.tolist()
-        wide = _products(spread(x, sources, places), torch.cat((gates, ups), dim=1), sizes)
-        gate, up = wide.chunk(2, dim=-1)
-        made = _products(functional.silu(gate) * up, downs, sizes)
-        placed = gathered(made, places).view(len(x), k, -1)
-        return (placed * weights[:, :, None]).sum(dim=1)
+        sources = torch.arange(sum(sizes)) % len(x)
+        sources[places] = torch.arange(len(places)) // k
+        # Rows that only fill weigh nothing, so that they change no gradient.
+        shares = weights.new_zeros(len(sources)).index_copy(0, places, weights.flatten())
+        gates, ups, downs = self._weights(x.dtype)
+        wide = products(spread(x, sources, places), torch.cat((gates, ups), dim=1), sizes)
+        made = products(gated(wide, shares), downs, sizes)
+        return joined(made, sources, places, k)
 
     def _weights(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         gates, ups, downs = (
             stack.weight.to(dtype) for stack in (self.gate_proj, self.up_proj, self.down_proj)
         )
         return gates, ups, downs
-
-
-def _products(x: torch.Tensor, matrices: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Return the product of each expert's rows of x with its matrix. sizes: rows of each."""
-    parts = zip(torch.split(x, sizes), matrices.unbind(), strict=True)
-    return torch.cat([functional.linear(part, matrix) for part, matrix in parts])
 
 
 class Router(nn.Module):

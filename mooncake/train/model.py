@@ -21,7 +21,9 @@ from mooncake.train.parts import GatedMlp, Linear, Norm
 
 INIT_STD = 0.02
 _ANSWERS = 256
-"""A CPU predicts a multiple of so many tokens: oneDNN compiles a product anew for each number."""
+"""A CPU predicts a multiple of so many tokens, unless in float32: oneDNN compiles a product anew
+for each number.
+"""
 
 
 class Layer(nn.Module):
@@ -152,7 +154,7 @@ class TrainedK2(nn.Module):
 
     def losses(self, batch: Batch, with_mtp: bool) -> Losses:
         """Return the cross entropy of the tokens that count."""
-        near, far = (_rounded(answers) for answers in batch.answers)
+        near, far = (self._rounded(answers) for answers in batch.answers)
         numbers = tuple(map(len, batch.answers))
         if not with_mtp or self.mtp is None:
             main = self._loss(self.hidden(batch, near - 1), batch.tokens[near], numbers[0])
@@ -169,15 +171,16 @@ class TrainedK2(nn.Module):
         logits = self.logits(hidden)[:number]
         return functional.cross_entropy(logits, targets[:number], reduction="sum")
 
+    def _rounded(self, places: torch.Tensor) -> torch.Tensor:
+        """Return places [number], some of them again up to a multiple of `_ANSWERS`, where that
+        saves compiling.
+        """
+        if places.device.type != "cpu" or self._dtype == torch.float32 or not len(places):
+            return places
+        return places[torch.arange(-(-len(places) // _ANSWERS) * _ANSWERS) % len(places)]
+
     def rows(self, batch: Batch) -> Rows:
         """Return where the batch's tokens stand in the rows that attend together."""
         angles = batch.positions.float()[:, None, None] * self._frequencies
         rotation = torch.polar(torch.full_like(angles, self._rope_scale), angles)
         return Rows.of(batch, self.spec.num_attention_heads, rotation)
-
-
-def _rounded(places: torch.Tensor) -> torch.Tensor:
-    """Return places [number], on a CPU some of them again up to a multiple of `_ANSWERS`."""
-    if places.device.type != "cpu" or not len(places):
-        return places
-    return places[torch.arange(-(-len(places) // _ANSWERS) * _ANSWERS) % len(places)]

@@ -110,6 +110,100 @@ def gathered(placed: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return made
 
 
+class _Joined(torch.autograd.Function):
+    """See `joined`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, placed: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, copies: int
+    ) -> torch.Tensor:
+        ctx.sources, ctx.dtype = sources, placed.dtype
+        parts = placed.index_select(0, places).view(-1, copies, placed.shape[1])
+        return parts.sum(dim=1, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return gradient.to(ctx.dtype).index_select(0, ctx.sources), None, None, None
+
+
+def joined(
+    placed: torch.Tensor, sources: torch.Tensor, places: torch.Tensor, copies: int
+) -> torch.Tensor:
+    """Return the sum of each row's `copies`, which `spread` put in places: [number, width] float32.
+
+    What stands elsewhere has the gradient of the row that it repeats, so give it no weight before.
+    """
+    made: torch.Tensor = _Joined.apply(placed, sources, places, copies)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Products(torch.autograd.Function):
+    """See `products`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, matrices: torch.Tensor, sizes: list[int]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, matrices)
+        ctx.sizes = sizes
+        made = x.new_empty(len(x), matrices.shape[1])
+        parts = zip(torch.split(x, sizes), matrices, torch.split(made, sizes), strict=True)
+        for part, matrix, out in parts:
+            torch.mm(part, matrix.mT, out=out)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, matrices = ctx.saved_tensors
+        of_x, of_matrices = torch.empty_like(x), torch.empty_like(matrices)
+        rows = (torch.split(each, ctx.sizes) for each in (gradient, x, of_x))
+        for own, part, out, matrix, of_matrix in zip(*rows, matrices, of_matrices, strict=True):
+            torch.mm(own, matrix, out=out)
+            torch.mm(own.mT, part, out=of_matrix)
+        return of_x, of_matrices, None
+
+
+def products(x: torch.Tensor, matrices: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Return the product of each matrix with its rows of x: [rows, out].
+
+    matrices: [number, out, in]. sizes: how many rows each has, one after the other.
+    """
+    made: torch.Tensor = _Products.apply(x, matrices, sizes)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Gated(torch.autograd.Function):
+    """See `gated`."""
+
+    @staticmethod
+    def forward(ctx: Any, wide: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(wide, shares)
+        gate, up = wide.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up).mul_(shares[:, None].to(wide.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wide, shares = ctx.saved_tensors
+        gate, up = wide.chunk(2, dim=-1)
+        made = torch.empty_like(wide)
+        of_gate, of_up = made.chunk(2, dim=-1)
+        opened = functional.silu(gate)
+        torch.mul(gradient, opened, out=of_up)
+        of_shares = (of_up * up).sum(dim=-1, dtype=shares.dtype)
+        weighted = gradient * shares[:, None].to(gradient.dtype)
+        torch.mul(weighted, opened, out=of_up)
+        torch.ops.aten.silu_backward(weighted.mul_(up), gate, grad_input=of_gate)
+        return made, of_shares
+
+
+def gated(wide: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Return `silu(gate) * up * share` for wide [rows, 2 * inner], gates and then ups, in wide's
+    dtype. shares: [rows] float32.
+    """
+    made: torch.Tensor = _Gated.apply(wide, shares)  # type: ignore[no-untyped-call]
+    return made
+
+
 class GatedMlp(nn.Module):
     """`down(silu(gate x) * up x)`."""
 

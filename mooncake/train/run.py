@@ -116,7 +116,8 @@ class Run:
         self._batches = Batches(
             self._out, config.seed, config.step_tokens, config.batch_tokens,
             padded_tokens=PADDED_TOKENS if self._device.type == "cpu" else _PADDED_TOKENS_OF_GPU,
-            rounded=self._device.type == "cpu", processes=config.data_processes,
+            rounded=self._device.type == "cpu" and config.dtype != "float32",
+            processes=config.data_processes,
         )  # fmt: skip
         self._watched: dict[str, list[Batch]] = {}
         self._attentions = [m for m in self.model.modules() if isinstance(m, Attention)]

@@ -82,10 +82,13 @@ def lines(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / LOG_NAME).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("optimizer", ["muonclip", "adamw"])
-def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
-    whole = train(config(tmp_path / "whole", optimizer=optimizer))
-    halves = config(tmp_path / "halves", optimizer=optimizer)
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [("muonclip", "bfloat16"), ("adamw", "bfloat16"), ("muonclip", "float32")],
+)
+def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, optimizer: str, dtype: str) -> None:
+    whole = train(config(tmp_path / "whole", optimizer=optimizer, dtype=dtype))
+    halves = config(tmp_path / "halves", optimizer=optimizer, dtype=dtype)
     train(halves, until=3)
     resumed = train(halves)
     assert resumed.step == whole.step == 6
