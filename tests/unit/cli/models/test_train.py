@@ -60,7 +60,7 @@ def test_stages_are_read_as_the_settings_they_change() -> None:
         ({"tasks": {"quetion": 1}}, "did you mean question"),
         ({"steps": 0}, "at least 1"),
         ("{", "no JSON"),
-        (["steps"], "no mapping"),
+        (["steps"], "is no JSON object"),
     ],
 )
 def test_a_wrong_stage_is_named(stage: object, why: str) -> None:
