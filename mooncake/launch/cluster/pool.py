@@ -28,11 +28,8 @@ from mooncake.launch.cluster.facts import (
     ANSWER_S,
     GATEWAY_ID,
     ClusterFacts,
-    NotUp,
-    Seeds,
     encode_facts,
     read_facts,
-    why_silent,
 )
 from mooncake.launch.cluster.log_file import start_log
 from mooncake.launch.cluster.lone_worker import run_worker
@@ -43,6 +40,7 @@ from mooncake.launch.host import machine_facts
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.secrets.credentials import read_secret
 from mooncake.launch.host.secrets.secret_file import SecretFollower
+from mooncake.launch.host.seeds import NotUp, Seeds, why_silent
 from mooncake.launch.pool_node import metrics as pool_metrics
 from mooncake.launch.pool_node import node_lock
 from mooncake.launch.worker.worker import Worker

@@ -21,7 +21,6 @@ from mooncake.base import ConfigError, MooncakeError, format_bytes
 from mooncake.base.messages import ClusterTold
 from mooncake.identity import Credential, own_credential
 from mooncake.identity.certificates import names_in
-from mooncake.launch.cluster.facts import Seeds
 from mooncake.launch.cluster.workers import check_transport
 from mooncake.launch.config.cluster_file import (
     CERTIFICATE,
@@ -40,6 +39,7 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.secrets.credentials import read_secret
 from mooncake.launch.host.secrets.secret_file import SecretFollower
+from mooncake.launch.host.seeds import Seeds
 
 POLL_S = 0.2
 WELL_S = 60.0

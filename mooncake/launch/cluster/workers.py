@@ -19,7 +19,7 @@ from mooncake.crypto.keys import KeySource
 from mooncake.identity import Credential
 from mooncake.instance.config import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig
-from mooncake.launch.cluster.facts import ClusterFacts, NotUp, when_up
+from mooncake.launch.cluster.facts import ClusterFacts, when_up
 from mooncake.launch.cluster.log_file import DEFAULT_LEVEL
 from mooncake.launch.cluster.report import Show, WorkerRow
 from mooncake.launch.config.options import values_of
@@ -28,6 +28,7 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.health import HealthSettings
 from mooncake.launch.host.secrets.key_source import key_source
+from mooncake.launch.host.seeds import NotUp
 from mooncake.launch.pool_node.admin import AdminSettings
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.model.options import FROM_FILES, ExpertGroup, ModelOptions

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from mooncake.base import ConfigError, Forbidden, MooncakeError
-from mooncake.launch.cluster.facts import NotUp
 from mooncake.launch.host.processes import abstract_name
+from mooncake.launch.host.seeds import NotUp
 from mooncake.launch.pool_node import node_lock
 from mooncake.launch.pool_node.node_lock import JoinWatch, lock_name
 

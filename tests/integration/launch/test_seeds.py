@@ -18,14 +18,18 @@ from mooncake.cli.main import exit_code
 from mooncake.identity import Credential, issue, own_credential
 from mooncake.launch.cluster import facts as facts_module
 from mooncake.launch.cluster import pool
-from mooncake.launch.cluster.facts import NotUp, encode_facts, facts_of_seeds
+from mooncake.launch.cluster.facts import encode_facts, facts_of_seeds
 from mooncake.launch.cluster.gateways.joined_gateway import JoinedCluster
 from mooncake.launch.cluster.workers import joining_workers, own_facts
 from mooncake.launch.config.config import resolve
 from mooncake.launch.config.plan import make_plan
 from mooncake.launch.config.settings import ServeConfig
+from mooncake.launch.host import seeds as seeds_module
+from mooncake.launch.host.seeds import NotUp
+from mooncake.launch.worker.weights import borrowed_weights
 from mooncake.rpc.seed_addresses import SeedAddresses
 from mooncake.rpc.zmq_channel import ZmqChannel
+from mooncake.transfer.factory import TransferConfig
 from tests.support.model.checkpoints import write_config_only
 from tests.support.waiting import LONG_S
 
@@ -102,11 +106,23 @@ def test_one_question_is_enough_where_a_gateway_is_up(
     gateway: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although connections wake who waits for the answer, before it comes."""
-    monkeypatch.setattr(facts_module, "ASK_AGAIN_S", 30.0)
+    monkeypatch.setattr(seeds_module, "ASK_AGAIN_S", 30.0)
     credential = own_credential("hush", CredentialRole.WORKER)
-    with contextlib.closing(facts_module.Seeds([gateway], credential, "127.0.0.1", None)) as asked:
+    with contextlib.closing(seeds_module.Seeds([gateway], credential, "127.0.0.1", None)) as asked:
         [told] = asked.ask()
     assert told.facts
+
+
+def test_who_wants_to_borrow_weights_learns_from_a_gateway_that_no_engine_runs(
+    gateway: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It learns that from the answer, not from silence."""
+    monkeypatch.setattr(borrowed_weights, "ANSWER_S", float("inf"))
+    config = TransferConfig(secret="hush", host="here", protocols=["tcp"])
+    credential = own_credential("hush", CredentialRole.WORKER)
+    seeds = [f"tcp://{NOBODY}", gateway]
+    found = borrowed_weights.borrow(seeds, tmp_path / "small", "r", config, credential)
+    assert found == "no engine runs yet"
 
 
 def test_a_gateway_that_is_no_seed_places_as_the_seeds_do(gateway: str) -> None:
@@ -122,7 +138,7 @@ def test_who_has_another_secret_learns_that_alone(
 ) -> None:
     """The command ends with the exit code of refusals, not with that of silence."""
     monkeypatch.setattr(facts_module, "ANSWER_S", 1.0)
-    monkeypatch.setattr(facts_module, "LOOK_S", LONG_S)
+    monkeypatch.setattr(seeds_module, "LOOK_S", LONG_S)
     place = re.escape(gateway.partition("#")[0])
     with pytest.raises(Forbidden, match=f"cluster-secret: the gateway at {place} has") as refusal:
         facts_of_seeds(joining(gateway), own_credential("other", CredentialRole.WORKER))
@@ -145,7 +161,7 @@ def test_a_gateway_that_knows_the_secret_and_does_not_answer_is_named(
     credential: Credential, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(facts_module, "ANSWER_S", 0.1)
-    monkeypatch.setattr(facts_module, "LOOK_S", LONG_S)
+    monkeypatch.setattr(seeds_module, "LOOK_S", LONG_S)
     with (
         contextlib.closing(ZmqChannel(credential=credential, is_typed=True)) as mute,
         heard(mute),

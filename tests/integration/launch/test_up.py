@@ -23,9 +23,9 @@ from mooncake.identity import issue, listening_seed, own_credential
 from mooncake.identity.certificates import names_in
 from mooncake.identity.credential import PREFIX, cluster_keys
 from mooncake.launch.cluster import up as up_module
-from mooncake.launch.cluster.facts import Seeds
 from mooncake.launch.cluster.up import Up, own_machine
 from mooncake.launch.config.cluster_file import read_cluster_file
+from mooncake.launch.host.seeds import Seeds
 from tests.support.model.checkpoints import write_config_only
 
 Run = Any

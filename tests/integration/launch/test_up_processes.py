@@ -12,8 +12,8 @@ import pytest
 
 from mooncake.base import MooncakeError
 from mooncake.launch.cluster import up
-from mooncake.launch.cluster.facts import Seeds
 from mooncake.launch.config.cluster_file import ClusterFile, Machine, Part
+from mooncake.launch.host.seeds import Seeds
 
 MACHINE = Machine(name="here", address="127.0.0.1", counts={"gateway": 1})
 ENDED = "gateway-0 has ended"

@@ -24,7 +24,7 @@ import msgspec
 
 from mooncake.base import ConfigError, MooncakeError, Role
 from mooncake.identity import Credential
-from mooncake.launch.cluster.facts import ClusterFacts, Seeds, read_facts
+from mooncake.launch.cluster.facts import ClusterFacts, read_facts
 from mooncake.launch.cluster.log_file import start_log
 from mooncake.launch.cluster.ray_machines import placed_worker
 from mooncake.launch.cluster.supervision.supervisor import Supervisor
@@ -45,6 +45,7 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.processes.descendants import Descendants
 from mooncake.launch.host.secrets.credentials import private_dir
+from mooncake.launch.host.seeds import Seeds
 from mooncake.launch.worker.settings import WorkerSettings
 
 CONNECT_S = 1.0

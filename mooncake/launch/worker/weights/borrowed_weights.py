@@ -7,6 +7,7 @@ this machine. The reader notices nothing of that.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import select
@@ -26,17 +27,10 @@ from mooncake.base import (
     WorkerRef,
     format_bytes,
 )
-from mooncake.base.messages import (
-    AskCluster,
-    BorrowWeights,
-    ClusterTold,
-    LentFile,
-    Refused,
-    WeightsLent,
-)
-from mooncake.base.rights import client_id
+from mooncake.base.messages import BorrowWeights, LentFile, Refused, WeightsLent
 from mooncake.crypto.keys import KeyRing
 from mooncake.identity import Credential
+from mooncake.launch.host.seeds import ASK_AGAIN_S, Seeds
 from mooncake.launch.worker.ranks.rank_moves import credential_of, on_this_machine
 from mooncake.launch.worker.weights.piece_reader import LoanEnded, PieceReader
 from mooncake.launch.worker.weights.weights_lender import ways
@@ -55,7 +49,6 @@ from mooncake.transfer.factory import TransferConfig, open_transfer
 
 _log = logging.getLogger(__name__)
 
-ASK_AGAIN_S = 0.5
 ANSWER_S = 5.0
 """A gateway tells by then which engines there are."""
 LEND_S = 120.0
@@ -375,37 +368,23 @@ def borrow(
     except OSError as error:
         return f"{path / 'config.json'} cannot be read ({error.strerror or error})"
     listen = config.tcp.listen
+    place = listen.bind_host, listen.ports, listen.advertise_host
     try:
-        channel = ZmqChannel(
-            listen.bind_host, credential=credential, advertise_host=listen.advertise_host,
-            ports=listen.ports, tells_ends=True,
-        )  # fmt: skip
+        with contextlib.closing(Seeds(gateways, credential, *place)) as seeds:
+            asked = engines or _engines(seeds)
+            if not asked:
+                return "no engine runs yet"
+            return _loan(seeds.channel, seeds.own, asked, config_json, revision, without)
     except MooncakeError as error:
         return error.message
-    try:
-        # With such an id a gateway knows that only this process is told of a refusal.
-        own_id = f"{client_id(credential.certificate.channel_key.hex())}weights"
-        own = WorkerRef(own_id, SystemIds().hex(8), channel.address)
-        asked = engines or _engines(channel, own, gateways)
-        if not asked:
-            return "no engine runs yet"
-        return _loan(channel, own, asked, config_json, revision, without)
-    finally:
-        channel.close()
 
 
-def _engines(channel: ZmqChannel, own: WorkerRef, gateways: Sequence[str]) -> list[WorkerRef]:
+def _engines(seeds: Seeds) -> list[WorkerRef]:
     """Return the engines that the first gateway which answers knows."""
-    end_s, again_s = time.monotonic() + ANSWER_S, 0.0
-    while (now_s := time.monotonic()) < end_s:
-        if now_s >= again_s:
-            again_s = now_s + ASK_AGAIN_S
-            for address in gateways:
-                channel.send(address, AskCluster(asker=own, ticket=0))
-        select.select([channel], [], [], ASK_AGAIN_S)
-        for message in channel.receive():
-            if isinstance(message, ClusterTold) and message.asker == own:
-                return message.engines
+    end_s = time.monotonic() + ANSWER_S
+    while time.monotonic() < end_s:
+        for told in seeds.ask():
+            return told.engines
     return []
 
 
