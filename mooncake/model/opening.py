@@ -195,9 +195,10 @@ class ModelSource:
             _log.info("warmed up for %d of %d sizes in %.1f s", built, known, took_s)
 
     def close(self) -> None:
-        """End the other ranks, if there are any, and the links to other instances. Close all
-        runners first.
+        """End the other ranks, if there are any, the links to other instances, and the threads that
+        compile grammars. Close all runners first.
         """
+        self._grammars.close()
         self._give_back()
         if self._peers is not None:
             self._peers.close()

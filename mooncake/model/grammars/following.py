@@ -80,6 +80,11 @@ class Grammars:
         """An estimate of the memory of the compiled grammars that are kept."""
         return self._compiled.size
 
+    def close(self) -> None:
+        """End the threads, once all that they were given is done."""
+        self._jobs.close()
+        self._early.close()
+
     def read_vocabulary(self) -> None:
         """Read the vocabulary now, so that the first grammar need not wait: with 160,000 tokens the
         library holds Python's lock for about a second. The first grammar reports any error in it.

@@ -74,6 +74,7 @@ class GrammarJobs:
         self._queue: deque[Job[object]] = deque()
         self._running: dict[Job[object], None] = {}
         self._num_abandoned = 0
+        self._closed = False
         for _ in range(num_threads):
             start_deep_thread(self._work, self._name)
 
@@ -90,7 +91,9 @@ class GrammarJobs:
         with self._lock:
             if self._running:
                 self._abandon_late()
-            if self._num_abandoned >= MAX_ABANDONED:
+            if self._closed:
+                job.end(error=Unavailable("this worker's model is closed"))
+            elif self._num_abandoned >= MAX_ABANDONED:
                 job.end(error=Unavailable("grammars of other requests keep all threads busy"))
             else:
                 self._queue.append(job)  # type: ignore[arg-type]  # a queue of any outcomes
@@ -112,6 +115,14 @@ class GrammarJobs:
                     self._abandon_late()
         return job.outcome()
 
+    def close(self) -> None:
+        """Let each thread end as soon as nothing is left for it to do; refuse further jobs. Never
+        blocks.
+        """
+        with self._lock:
+            self._closed = True
+            self._work_to_do.notify_all()
+
     def _abandon_late(self) -> None:
         now = time.monotonic()
         for job in list(self._running):
@@ -130,6 +141,8 @@ class GrammarJobs:
         while True:
             with self._lock:
                 while not self._queue:
+                    if self._closed:
+                        return
                     self._num_idle += 1
                     self._work_to_do.wait()
                     self._num_idle -= 1

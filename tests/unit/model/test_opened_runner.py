@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from mooncake.model.memory import GpuMemory
 from mooncake.model.options import ModelOptions
 from mooncake.model.rank_device import RankDevice
 from tests.support.model.eagle3_heads import config_of, random_tensors, write_head
+from tests.support.waiting import LONG_S
 
 
 @pytest.mark.parametrize("backend", ["auto", TRITON])
@@ -48,6 +50,18 @@ def test_tokens_are_drawn_and_penalized_where_the_model_computes(
     source.runner(layout, config, pages, num_threads=None).close()
     on_triton = SamplingOps(kernel("draw", TRITON), kernel("penalize", TRITON), waits=False)
     assert given["ops"] == (on_triton if backend == TRITON else PLAIN_OPS)
+
+
+def test_a_source_that_is_closed_leaves_no_thread(tmp_path: Path) -> None:
+    path = init_checkpoint("k2-nano", 0, tmp_path / "nano", dtype="float32")
+    before = set(threading.enumerate())
+    source = opening.ModelSource(path, "float32")
+    made = set(threading.enumerate()) - before
+    assert made
+    source.close()
+    for thread in made:
+        thread.join(LONG_S)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("at_start", [True, False])

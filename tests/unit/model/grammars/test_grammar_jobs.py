@@ -53,6 +53,26 @@ def test_jobs_are_refused_while_too_many_threads_hang(go_on: threading.Event) ->
     assert jobs.wait(jobs.submit(lambda: "well")) == "well"
 
 
+def test_threads_of_closed_jobs_end_when_all_that_was_queued_is_done(
+    go_on: threading.Event,
+) -> None:
+    before = set(threading.enumerate())
+    jobs = GrammarJobs(2, LONG_S, "test")
+    made = set(threading.enumerate()) - before
+    assert len(made) == 2
+    first = [jobs.submit(lambda: go_on.wait(LONG_S)) for _ in made]
+    last = jobs.submit(lambda: "done")
+    jobs.close()
+    go_on.set()
+    assert [jobs.wait(job) for job in first] == [True, True]
+    assert jobs.wait(last) == "done"
+    with pytest.raises(Unavailable, match="closed"):
+        jobs.wait(jobs.submit(lambda: "late"))
+    for thread in made:
+        thread.join(LONG_S)
+        assert not thread.is_alive()
+
+
 def test_a_request_that_finds_no_thread_left_may_go_to_another_worker() -> None:
     grammars = tiny_grammars(limit_s=0.05)
     go_on = threading.Event()
