@@ -29,6 +29,7 @@ from mooncake.launch.cluster.supervision.supervisor import Supervisor
 from mooncake.launch.cluster.workers import await_stages, joining_workers
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment
+from mooncake.launch.host.processes.end_signals import EndSignals
 from mooncake.launch.host.processes.vital_threads import end_with_vital_threads
 from mooncake.launch.pool_node import node_lock
 from mooncake.launch.worker import process
@@ -105,10 +106,11 @@ def run_group(
     """
     ended: list[str] = []
     stops = threading.Event()
+    signals = EndSignals()
     supervisor = Supervisor(ended.append, config.shutdown_timeout, waits=True)
 
     def on_signal(*_: object) -> None:
-        if stops.is_set():
+        if signals.hurries():
             supervisor.hurry()
         stops.set()
         supervisor.give_up()
@@ -148,11 +150,14 @@ def run_worker(
         MooncakeError: the worker cannot start, or the cluster gave it up.
     """
     end_with_vital_threads()
-    limits_s: list[float] = []
+    signals = EndSignals()
 
     def begun(worker: Worker) -> None:
         def on_signal(*_: object) -> None:
-            limit_s = limits_s.pop() if limits_s else 0.0
+            is_first, hurries = not signals.has_come, signals.hurries()
+            if not (is_first or hurries):
+                return
+            limit_s = 0.0 if hurries else config.shutdown_timeout
             if limit_s:
                 print(f"{settings.worker_id} leaves; Ctrl-C again ends it at once", file=sys.stderr)
             # A thread calls `leave`: the interrupted loop may hold the lock that it takes.
@@ -161,7 +166,6 @@ def run_worker(
             )
             leave.start()
 
-        limits_s[:] = [config.shutdown_timeout]
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, on_signal)
         started(worker)

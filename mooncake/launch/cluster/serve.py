@@ -37,6 +37,7 @@ from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment, machine_facts
 from mooncake.launch.host.health import Facts
 from mooncake.launch.host.http_server import url_of
+from mooncake.launch.host.processes.end_signals import EndSignals
 from mooncake.launch.host.processes.fork_server import ForkServer
 from mooncake.launch.host.processes.start_phases import StartPhases, importing, process_began_s
 from mooncake.launch.host.processes.vital_threads import end_with_vital_threads
@@ -228,7 +229,7 @@ class _Serving:
         self._meanwhile = meanwhile
         self._console = Console(stderr=True, quiet=config.log_format == "json", markup=False)
         self._stop = asyncio.Event()
-        self._num_signals = 0
+        self._signals = EndSignals()
         self._url = ""
 
     async def run(self) -> int:
@@ -313,7 +314,7 @@ class _Serving:
             gc.collect()
             gc.freeze()
             await stopped
-        if self._num_signals and self._api_server is not None:
+        if self._signals.has_come and self._api_server is not None:
             self._say("stopping; running requests may finish, Ctrl-C again ends them")
 
     def _start(self) -> list[report.WorkerRow]:
@@ -366,9 +367,8 @@ class _Serving:
             self._console.print(text, soft_wrap=True)  # so that an address can be copied whole
 
     def _on_signal(self) -> None:
-        self._num_signals += 1
         self._stop.set()
-        if self._num_signals > 1:
+        if self._signals.hurries():
             self._gateway_process.end_calls()
             self._workers.hurry()
 

@@ -62,7 +62,6 @@ class Soak:
         self._problems: list[str] = []
         self._looked_s = float("-inf")
         self._loads: list[float] = []
-        self._cpu_s = 0.0
 
     def run(self) -> dict[str, Any]:
         """Do it all; return the figures."""
@@ -89,7 +88,6 @@ class Soak:
                 traceback.print_exc()
                 self._problems.append(f"the soak itself failed: {error!r}")
             seconds = time.time() - began_s
-        self._cpu_s = sum(os.times()[:4])  # of the hosts, too: they are children that have ended
         return self._figures(seconds)
 
     def _step(self) -> None:
@@ -162,7 +160,6 @@ class Soak:
             "requests_a_second": self._rate,
             "machine": machine(),
             "load": [f"{of(self._loads):.1f}" for of in (min, statistics.median, max)],
-            "cores": round(self._cpu_s / seconds, 2),
             "requests": len(answers),
             "streamed": sum(answer["stream"] for answer in answers),
             "tokens": sum(len(each["tries"][-1].get("ids", [])) for each in answers),
@@ -206,8 +203,7 @@ def report(figures: dict[str, Any]) -> str:
         f"{figures['requests']} requests in {figures['minutes']} minutes, seed {figures['seed']}, "
         f"{figures['streamed']} of them streamed; tries: {tries}. {figures['tokens']} tokens, "
         f"{figures['lost']} requests lost, {len(figures['problems'])} problems. "
-        f"{figures['machine']}, load (least, median, most) {', '.join(figures['load'])}, of which "
-        f"{figures['cores']} cores are its own.",
+        f"{figures['machine']}, load (least, median, most) {', '.join(figures['load'])}.",
         "",
         "| fault | times | longest pause of a stream, s | whole again after, s (median, longest) |",
         "|---|---|---|---|",
