@@ -265,7 +265,7 @@ def _beyond_itself(
         return None
     if type(message) in _OF_TENANTS:
         tenant = getattr(message, "tenant", "")
-        if tenant != sender.tenant and any(keys_in(message)):
+        if tenant != sender.tenant and getattr(message, "keys", ()):
             return f"{sender.name} may store blocks of tenant {sender.tenant!r}, not of {tenant!r}"
     mark = sender.mark
     for key in keys_in(message):

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 from msgspec.msgpack import encode
 
-from mooncake.base import Tier
+from mooncake.base import Tier, rights
 from mooncake.base.rights import CredentialRole, tenant_mark
 from mooncake.cli import main as cli
 from mooncake.identity import issue, own_credential
@@ -225,6 +225,22 @@ def test_altered_bytes_end_the_connection_and_nothing_else(client: Any, node: Po
         again.ask("put_end", **put, dropped=[key])
         assert again.find(key) is None
         assert is_well(again, node)
+
+
+def test_nothing_that_our_own_client_says_about_a_long_run_is_refused(
+    node: PoolProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rights, "MAX_KEYS_AT_ONCE", 2)  # here, and not at the node
+    with session(node, credential("acme")) as ours:
+        refused = ours.stat().load.counters["messages_refused"]
+        blocks = {bytes([n]) * 16: bytes([n]) * ours.block_bytes for n in range(1, 6)}
+        memory = ours.register(memoryview(bytearray(b"".join(blocks.values()))))
+        places = memory.at([n * ours.block_bytes for n in range(5)])
+        assert len(ours.put_from(list(blocks), places)) == 5
+        assert ours.match(list(blocks)) == 5
+        assert ours.get_into(list(blocks), places) == 5
+        assert ours.remove(list(blocks)) == [True] * 5
+        assert ours.stat().load.counters["messages_refused"] == refused
 
 
 def test_what_it_holds_is_taken_back_when_it_hangs_up(client: Any, node: PoolProcess) -> None:

@@ -160,6 +160,13 @@ def test_a_client_stores_for_its_tenant_only(kind: type[m.Message]) -> None:
         assert refusal(sender(C, tenant=None), message) is None
 
 
+def test_a_use_that_stores_nothing_names_no_tenant() -> None:
+    used = m.PutStart(writer=OWN, ticket=1, keys=[], head=m.ChainHead([KEY], 1))
+    assert refusal(sender(C), used) is None
+    others = m.PutStart(writer=OWN, ticket=1, keys=[], head=m.ChainHead([b"k" * 16], 1))
+    assert "only" in str(refusal(sender(C), others))
+
+
 @pytest.mark.parametrize(
     "kind", [m.PutStart, m.PinBlocks, p.FindReplicas, p.ForgetBlocks, p.FindBlocks, p.RemoveBlocks]
 )
