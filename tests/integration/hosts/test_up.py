@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import yaml
 
 import mooncake
 from tests.support.hosts.described import MOONCAKE, DescribedCluster
-from tests.support.hosts.hosts import SHARED, Host, hosts
+from tests.support.hosts.hosts import SHARED, Host, Program, hosts
 from tests.support.serve.server_process import nano_checkpoint
 from tests.support.waiting import LONG_S
 
@@ -87,53 +88,67 @@ class Cluster(DescribedCluster):
         return self.first.check("sh", "-c", f"{trusting} {MOONCAKE} status --url {url} --json")
 
 
-def test_one_file_and_one_line_a_machine(tmp_path: Path) -> None:
-    model = nano_checkpoint(tmp_path / "shared")
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """The cluster of the page: both machines have typed the line, the second one with a clock that
+    was a day late.
+    """
+
+    cluster: Cluster
+    here: Program
+    there: Program
+    url: str
+    alone: str
+    """What one process answers."""
+
+
+@pytest.fixture(scope="module")
+def typed_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Typed]:
+    folder = tmp_path_factory.mktemp("page")
+    model = nano_checkpoint(folder / "shared")
     alone = text_of_all(model)
     [text] = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     told = small(text, model)
-    with hosts(2, tmp_path / "hosts", tmp_path / "shared") as machines:
+    with hosts(2, folder / "hosts", folder / "shared") as machines:
         first, second = machines
         cluster = Cluster(machines, PAGE, told)
-        strange = second.run("sh", "-c", f"cd here && {MOONCAKE} up k2.yaml --machine a")
-        assert strange.process.wait(LONG_S) == 2
-        assert f"cert.pem: it belongs to {second.address}" in strange.output
-
+        second.skew_clock(-DAY_S)
         here = cluster.up(first)
         here.wait_for(rf"waiting for b \({second.address}\): decode, kvstore\n")
         there = cluster.up(second)
         url = here.wait_for("are here: (.*)/v1").group(1)
         there.wait_for("are here")
-        assert url == f"https://{first.address}:8000"
-        assert cluster.ask(first, url) == cluster.ask(second, url) == alone
-        assert cluster.status(url).count('"role": "kvstore"') == 2
-
-        second.check("sh", "-c", "kill -9 $(pgrep -f [r]ole=decode)")
-        there.wait_for(r"decode-0 has ended \(signal 9\) and starts again")
-        here.wait_for(r"are here(.|\n)*waiting for b \(.*\): decode\n(.|\n)*are here")
         assert cluster.ask(first, url) == alone
+        second.skew_clock(0.0)  # whose clock is late trusts no certificate of today
+        yield Typed(cluster, here, there, url, alone)
         for program in (there, here):
             assert program.stop() == 0, program.output
 
 
-def test_a_machine_whose_clock_is_wrong_serves_as_others_do(tmp_path: Path) -> None:
-    """Its clock is a day late while it starts, and jumps ahead by a month while it works."""
-    model = nano_checkpoint(tmp_path / "shared")
-    alone = text_of_all(model)
-    [text] = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    told = small(text, model)
-    with hosts(2, tmp_path / "hosts", tmp_path / "shared") as machines:
-        first, second = machines
-        cluster = Cluster(machines, PAGE, told)
-        second.skew_clock(-DAY_S)
-        here, there = cluster.up(first), cluster.up(second)
-        url = here.wait_for("are here: (.*)/v1").group(1)
+def test_one_file_and_one_line_a_machine(typed_page: Typed) -> None:
+    cluster, here, alone = typed_page.cluster, typed_page.here, typed_page.alone
+    first, second, url = cluster.first, cluster.second, typed_page.url
+    strange = second.run("sh", "-c", f"cd here && {MOONCAKE} up k2.yaml --machine a")
+    assert strange.process.wait(LONG_S) == 2
+    assert f"cert.pem: it belongs to {second.address}" in strange.output
+
+    assert url == f"https://{first.address}:8000"
+    assert cluster.ask(first, url) == cluster.ask(second, url) == alone
+    assert cluster.status(url).count('"role": "kvstore"') == 2
+
+    second.check("sh", "-c", "kill -9 $(pgrep -f [r]ole=decode)")
+    typed_page.there.wait_for(r"decode-0 has ended \(signal 9\) and starts again")
+    here.wait_for(r"are here(.|\n)*waiting for b \(.*\): decode\n(.|\n)*are here")
+    assert cluster.ask(first, url) == alone
+
+
+def test_a_machine_whose_clock_is_wrong_serves_as_others_do(typed_page: Typed) -> None:
+    """Its clock was a day late while it started, and jumps ahead by a month while it works."""
+    cluster, url, alone = typed_page.cluster, typed_page.url, typed_page.alone
+    first, second = cluster.first, cluster.second
+    for machine, ahead_s in ((second, 30 * DAY_S), (second, -DAY_S), (first, 30 * DAY_S)):
+        machine.skew_clock(ahead_s)
         assert cluster.ask(first, url) == alone
-        for machine, ahead_s in ((second, 30 * DAY_S), (second, -DAY_S), (first, 30 * DAY_S)):
-            machine.skew_clock(ahead_s)
-            assert cluster.ask(first, url) == alone
-        for program in (there, here):
-            assert program.stop() == 0, program.output
 
 
 @pytest.mark.parametrize("name", ["k2-thinking", "k2-instruct-pp"])
