@@ -176,19 +176,26 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, gradient: torch.Tensor, _: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         q, k, v, *kept = ctx.saved_tensors
-        of_q, of_k, of_v = [], torch.zeros_like(k), torch.zeros_like(v)
-        for (first, stop), chances in zip(_blocks(q), kept, strict=True):
+        of_q: list[torch.Tensor] = []
+        of_k = of_v = None
+        # The last block sees all keys: its sums begin those of the blocks before it.
+        for (first, stop), chances in zip(reversed([*_blocks(q)]), reversed(kept), strict=True):
             own = gradient[:, first:stop]
-            of_v[:, :stop] += torch.bmm(chances.mT, own)
             of_chances = torch.bmm(own, v[:, :stop].mT)
             of_scores = torch._softmax_backward_data(  # noqa: SLF001  (torch has no public name)
                 of_chances, chances, -1, chances.dtype
             )
             of_q.append(torch.bmm(of_scores, k[:, :stop]))
-            of_k[:, :stop] += torch.bmm(of_scores.mT, q[:, first:stop])
-        return torch.cat(of_q, dim=1), of_k, of_v
+            own_k = torch.bmm(of_scores.mT, q[:, first:stop])
+            own_v = torch.bmm(chances.mT, own)
+            if of_k is None or of_v is None:
+                of_k, of_v = own_k, own_v
+            else:
+                of_k[:, :stop] += own_k
+                of_v[:, :stop] += own_v
+        return torch.cat(of_q[::-1], dim=1), of_k, of_v
 
 
 def _blocks(q: torch.Tensor) -> Iterator[tuple[int, int]]:

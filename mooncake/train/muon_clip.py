@@ -7,9 +7,10 @@ Owns the optimizer's state; no schedule, no data.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +22,19 @@ _NEWTON_SCHULZ_STEPS = 5
 _NO_DIVISION_BY_ZERO = 1e-7
 _RMS = 0.2
 """The usual root mean square of AdamW's updates. Muon's updates are scaled to it."""
+
+
+_Item = TypeVar("_Item")
+_Made = TypeVar("_Made")
+
+
+class Mapped(Protocol):
+    """Applies a function to each of a list, as `map` does, or by threads."""
+
+    def __call__(
+        self, function: Callable[[_Item], _Made], items: list[_Item], /
+    ) -> Iterator[_Made]:
+        """Return the results in the order of the items."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +73,17 @@ class MuonClip:
     """One optimizer for a model. `step` reads the weights' gradients and does not clear them."""
 
     def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], rates: Rates, muon: bool = True
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        rates: Rates,
+        muon: bool = True,
+        mapped: Mapped = map,
     ) -> None:
-        """`muon` False: use AdamW for all weights, as a comparison."""
+        """`muon` False: use AdamW for all weights, as a comparison. mapped: applies Newton-Schulz
+        to the matrices of each shape.
+        """
         self._rates = rates
+        self._map = mapped
         self._weights = dict(named)
         self._by_muon = {
             name for name, weight in self._weights.items() if muon and is_muons(name, weight)
@@ -103,14 +124,15 @@ class MuonClip:
         for place, one in enumerate(ahead):
             of_shape.setdefault(one.shape[-2:], []).append(place)
         updates = list(ahead)
-        for shape, places in of_shape.items():
-            stacks = [ahead[place].reshape(-1, *shape) for place in places]
-            made = orthogonalize(torch.cat(stacks), self._rates.dtype) * (
-                _RMS * math.sqrt(max(shape))
-            )
-            for place, part in zip(
-                places, torch.split(made, [len(one) for one in stacks]), strict=True
-            ):
+        stacks = [
+            torch.cat([ahead[place].reshape(-1, *shape) for place in places])
+            for shape, places in of_shape.items()
+        ]
+        found = self._map(partial(orthogonalize, dtype=self._rates.dtype), stacks)
+        for (shape, places), directions in zip(of_shape.items(), found, strict=True):
+            made = directions * (_RMS * math.sqrt(max(shape)))
+            numbers = [ahead[place].shape[:-2].numel() for place in places]
+            for place, part in zip(places, torch.split(made, numbers), strict=True):
                 updates[place] = part.view(ahead[place].shape)
         return updates
 

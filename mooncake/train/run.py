@@ -39,7 +39,7 @@ from mooncake.train.checkpoint import (
 from mooncake.train.config import TrainConfig
 from mooncake.train.experts import Router
 from mooncake.train.model import Losses, TrainedK2
-from mooncake.train.muon_clip import MuonClip, NormClip, Rates, clip_qk
+from mooncake.train.muon_clip import Mapped, MuonClip, NormClip, Rates, clip_qk
 
 LOG_NAME = "log.jsonl"
 _PADDED_TOKENS_OF_GPU = 8192
@@ -47,7 +47,6 @@ _PADDED_TOKENS_OF_GPU = 8192
 Log = Callable[[Mapping[str, Any]], None]
 Computed = tuple[Losses, Sequence[torch.Tensor | None]]
 """What a batch gives: its losses, and the gradients of all weights."""
-Mapped = Callable[[Callable[[Batch], Computed], list[Batch]], Iterator[Computed]]
 
 
 @dataclass(frozen=True)
@@ -99,20 +98,21 @@ class Run:
         )
         self.model.initialize(config.seed)
         self.model.to(self._device)
-        self._optimizer = MuonClip(
-            self.model.named_parameters(),
-            Rates(weight_decay=config.weight_decay, dtype=SPEC_DTYPES[config.dtype]),
-            muon=config.optimizer != "adamw",
-        )
-        self._norms = NormClip() if config.clip_norms else None
         self._map: Mapped = map
         if config.threads > 1 and self._device.type == "cpu":
             self._map = ThreadPoolExecutor(
                 config.threads, initializer=torch.set_num_threads, initargs=(1,)
             ).map
-        """Threads compute a step's batches. Results come in the order of the batches, so that their
-        sums are the same for any number of threads.
+        """Threads compute a step's batches, and the updates of matrices. Results come in the order
+        of the batches, so that their sums are the same for any number of threads.
         """
+        self._optimizer = MuonClip(
+            self.model.named_parameters(),
+            Rates(weight_decay=config.weight_decay, dtype=SPEC_DTYPES[config.dtype]),
+            muon=config.optimizer != "adamw",
+            mapped=self._map,
+        )
+        self._norms = NormClip() if config.clip_norms else None
         self._batches = Batches(
             self._out, config.seed, config.step_tokens, config.batch_tokens,
             padded_tokens=PADDED_TOKENS if self._device.type == "cpu" else _PADDED_TOKENS_OF_GPU,
