@@ -109,8 +109,8 @@ def run_group(
     signals = EndSignals()
     supervisor = Supervisor(ended.append, config.shutdown_timeout, waits=True)
 
-    def on_signal(*_: object) -> None:
-        if signals.hurries():
+    def on_signal(number: int, _frame: object) -> None:
+        if signals.hurries(number):
             supervisor.hurry()
         stops.set()
         supervisor.give_up()
@@ -153,8 +153,8 @@ def run_worker(
     signals = EndSignals()
 
     def begun(worker: Worker) -> None:
-        def on_signal(*_: object) -> None:
-            is_first, hurries = not signals.has_come, signals.hurries()
+        def on_signal(number: int, _frame: object) -> None:
+            is_first, hurries = not signals.has_come, signals.hurries(number)
             if not (is_first or hurries):
                 return
             limit_s = 0.0 if hurries else config.shutdown_timeout

@@ -236,7 +236,7 @@ class _Serving:
         """Serve until a signal. Raises what went wrong otherwise."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
         starting = _in_thread(self._start)
         # When a signal comes first, the result of the start is not needed.
         starting.add_done_callback(lambda future: future.exception())
@@ -366,9 +366,9 @@ class _Serving:
         else:
             self._console.print(text, soft_wrap=True)  # so that an address can be copied whole
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: int) -> None:
         self._stop.set()
-        if self._signals.hurries():
+        if self._signals.hurries(number):
             self._gateway_process.end_calls()
             self._workers.hurry()
 

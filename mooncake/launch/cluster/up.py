@@ -352,8 +352,8 @@ class Up:
                     process.kill()
             elif num_sent < max(1, min(2, self._num_signals)):
                 num_sent += 1
-                for process in running:
-                    process.terminate()
+                for process in running:  # the kernel may repeat SIGTERM; see `EndSignals`
+                    process.send_signal(signal.SIGTERM if num_sent == 1 else signal.SIGINT)
             time.sleep(POLL_S)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import signal
 
 _PR_GET_PDEATHSIG = 2
 
@@ -11,22 +11,24 @@ _PR_GET_PDEATHSIG = 2
 class EndSignals:
     """Counts the signals that ask this process to end.
 
-    A process that is to end with its parent (PR_SET_PDEATHSIG) may get that signal once for each
-    thread of the parent. Such a repetition is nobody's wish that the process should hurry.
+    A process that gets SIGTERM when its parent ends (PR_SET_PDEATHSIG), as those of `mooncake up`,
+    may get it once for each thread of the parent. So a further SIGTERM is nobody's wish that it
+    should hurry: `mooncake up` sends SIGINT for that.
     """
 
     def __init__(self) -> None:
-        self._parent = os.getppid() if _ends_with_its_parent() else None
+        self._may_repeat = _signal_of_parents_end() == signal.SIGTERM
         self.has_come = False
         """Whether there was one."""
 
-    def hurries(self) -> bool:
+    def hurries(self, number: int) -> bool:
         """Count a signal. Return whether it is a further one of somebody who does not wait."""
         is_first, self.has_come = not self.has_come, True
-        return not is_first and self._parent in (None, os.getppid())
+        return not is_first and not (self._may_repeat and number == signal.SIGTERM)
 
 
-def _ends_with_its_parent() -> bool:
+def _signal_of_parents_end() -> int:
+    """Return the signal that this process gets when its parent ends; 0: none."""
     number = ctypes.c_int()
     ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(number))
-    return number.value != 0
+    return number.value

@@ -28,7 +28,7 @@ class Group:
 
     def __init__(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._config = resolve({"model": str(model), "shutdown_timeout": 600.0}, None, {})
-        self._on_signal: Callable[[], object] = lambda: None
+        self._on_signal: Callable[[int, object], object] = lambda *_: None
         self.told: list[tuple[str, float, bool]] = []
         self.said: list[tuple[str, int, str]] = []
         self.ends: dict[str, End] = {}
@@ -50,7 +50,7 @@ class Group:
         return FakeKeeper(self, settings.worker_id)
 
     def interrupt(self) -> None:
-        self._on_signal()
+        self._on_signal(signal.SIGTERM, None)
 
     def run(self) -> None:
         group = [worker_settings(worker_id=name) for name in NAMES]

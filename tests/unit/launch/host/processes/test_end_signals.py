@@ -1,23 +1,33 @@
-"""A second signal to end hurries, unless the kernel repeats that of a parent's end."""
+"""A second signal to end hurries, unless it may be the kernel's, of the parent's end, repeated."""
 
 from __future__ import annotations
 
-import os
+import ctypes
+import signal
+from collections.abc import Iterator
 
 import pytest
 
-from mooncake.launch.host.processes import end_signals
 from mooncake.launch.host.processes.end_signals import EndSignals
 
+PR_SET_PDEATHSIG = 1
 
-@pytest.mark.parametrize("bound", [False, True])
-def test_the_second_signal_hurries_and_no_repetition_after_the_parents_end(
-    bound: bool, monkeypatch: pytest.MonkeyPatch
+
+@pytest.fixture
+def unbound() -> Iterator[None]:
+    yield
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "hurries"), [(0, True), (signal.SIGKILL, True), (signal.SIGTERM, False)]
+)
+def test_the_second_signal_hurries_and_no_repetition(
+    number: int, hurries: bool, unbound: None
 ) -> None:
-    monkeypatch.setattr(end_signals, "_ends_with_its_parent", lambda: bound)
-    signals, orphan = EndSignals(), EndSignals()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    signals = EndSignals()
     assert not signals.has_come
-    assert [signals.hurries() for _ in range(3)] == [False, True, True]
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert [orphan.hurries() for _ in range(3)] == [False, not bound, not bound]
-    assert orphan.has_come
+    assert [signals.hurries(signal.SIGTERM) for _ in range(3)] == [False, hurries, hurries]
+    assert signals.has_come
+    assert signals.hurries(signal.SIGINT)
