@@ -25,11 +25,12 @@ import msgspec
 from rich.console import Console
 
 from mooncake.base import Role
+from mooncake.cli.results import as_json, check_writable, write
 from mooncake.launch.config.shipped import figures
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.scaling.config import ROLES, ScalingConfig
 from mooncake.sim import console as terminal
-from mooncake.sim.files import as_json, check_writable, read_trace, write
+from mooncake.sim.files import read_trace
 from mooncake.sim.results.plots import Line, lines_plot, picture, points_plot
 from mooncake.sim.results.report import comparison_page
 from mooncake.sim.results.result import result_of

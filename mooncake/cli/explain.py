@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mooncake.cli.command import Command
+from mooncake.cli.results import write
 from mooncake.cli.status import ServerAddress
 from mooncake.launch.config.options import setting, text, truth
 from mooncake.launch.host.http_client import Client
-from mooncake.sim.files import write
 from mooncake.telemetry.terminal import plain_table
 
 BAR_CHARS = 32

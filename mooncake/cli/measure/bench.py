@@ -17,6 +17,7 @@ from mooncake.base import ConfigError
 from mooncake.bench.arrivals import Arrivals, Ramp, Run
 from mooncake.bench.samples import RandomShape, RepetitionShape
 from mooncake.cli.command import Command
+from mooncake.cli.results import write
 from mooncake.launch.config.bench_settings import (
     BenchEngine,
     BenchLatency,
@@ -26,7 +27,6 @@ from mooncake.launch.config.bench_settings import (
 from mooncake.launch.config.options import shared_values, values_of
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import environment
-from mooncake.sim.files import write
 
 BLIND_VOCAB = 256
 """Number of ids that every vocabulary has, for prompts of ids if no checkpoint says how many there

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from mooncake.base import ConfigError
 from mooncake.cli.command import Command
+from mooncake.cli.results import check_writable, write
 from mooncake.launch.config.bench_settings import BenchServe
 from mooncake.launch.config.options import SomeOf, count, same_as, setting, text
 from mooncake.launch.config.train_settings import weights
-from mooncake.sim.files import check_writable, write
 from mooncake.tasks.mix import TASKS, evaluation_samples
 from mooncake.telemetry.terminal import progress, show_rows
 

@@ -11,13 +11,14 @@ from rich.console import Console
 
 from mooncake.base import ConfigError, MooncakeError, Shape
 from mooncake.cli.command import Command
+from mooncake.cli.results import as_json, check_writable, write
 from mooncake.cli.status import STATUS_PATH, ServerAddress
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.shipped import figures
 from mooncake.launch.config.sim_settings import PlanSettings
 from mooncake.launch.host.http_client import Client
 from mooncake.sim import console as terminal
-from mooncake.sim.files import as_json, check_writable, read_trace, write
+from mooncake.sim.files import read_trace
 from mooncake.sim.planning import plan_cluster
 from mooncake.sim.results.report import comparison_page
 from mooncake.sim.simulation import SimulationConfig

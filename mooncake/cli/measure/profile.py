@@ -16,11 +16,11 @@ from rich.console import Console
 
 from mooncake.base import CostSample, Role
 from mooncake.cli.command import Command
+from mooncake.cli.results import check_writable, write
 from mooncake.launch.config.options import count, same_as, setting, shared_values, text, truth
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.launch.worker.profile import ROLES, Fit, fit, shapes_within
-from mooncake.sim.files import check_writable, write
 from mooncake.telemetry.terminal import progress, show_rows
 
 if TYPE_CHECKING:

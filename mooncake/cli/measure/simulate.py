@@ -11,6 +11,7 @@ from rich.console import Console
 
 from mooncake.base import ConfigError, Shape
 from mooncake.cli.command import Command
+from mooncake.cli.results import as_json, check_writable, write
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.shipped import figures
 from mooncake.launch.config.sim_settings import SimulateSettings
@@ -20,14 +21,7 @@ from mooncake.sim import console as terminal
 from mooncake.sim.faults.plan import KINDS
 from mooncake.sim.faults.random_faults import Trial, TrialReport, describe_failure
 from mooncake.sim.faults.run import FaultyRun
-from mooncake.sim.files import (
-    as_json,
-    check_writable,
-    read_bundle,
-    read_faults,
-    read_trace,
-    write,
-)
+from mooncake.sim.files import read_bundle, read_faults, read_trace
 from mooncake.sim.results.report import comparison_page, page
 from mooncake.sim.results.result import result_of
 from mooncake.sim.scaling import FIXED

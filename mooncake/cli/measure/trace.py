@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from rich.console import Console
 
 from mooncake.cli.command import Command
+from mooncake.cli.results import as_json, write
 from mooncake.launch.config.sim_settings import CacheSettings, TraceFile
-from mooncake.sim.files import as_json, read_trace, write
+from mooncake.sim.files import read_trace
 from mooncake.sim.trace_cache import hit_rate
 from mooncake.sim.workload import TRACE_BLOCK_TOKENS, describe
 from mooncake.telemetry.terminal import show_rows
