@@ -96,7 +96,8 @@ def test_the_next_serve_adopts_what_runs_on_both_machines(tmp_path: Path) -> Non
         driver = serve()
         gateway = second.mooncake(
             "serve", "--role=gateway", f"--join={first.address}:{JOIN_PORT}", "--port=8000",
-            f"--bind-host={second.address}", "--cluster-secret-file=secret",
+            f"--host={second.address}", f"--bind-host={second.address}",
+            "--cluster-secret-file=secret",
         )  # fmt: skip
         url = gateway.wait_for(r"on (http://\S+/v1)", END_S).group(1)
         for each in machines:

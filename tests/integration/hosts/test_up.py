@@ -102,7 +102,7 @@ class Typed:
     """What one process answers."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def typed_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Typed]:
     folder = tmp_path_factory.mktemp("page")
     model = nano_checkpoint(folder / "shared")
@@ -125,30 +125,32 @@ def typed_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Typed]:
             assert program.stop() == 0, program.output
 
 
-def test_one_file_and_one_line_a_machine(typed_page: Typed) -> None:
-    cluster, here, alone = typed_page.cluster, typed_page.here, typed_page.alone
-    first, second, url = cluster.first, cluster.second, typed_page.url
-    strange = second.run("sh", "-c", f"cd here && {MOONCAKE} up k2.yaml --machine a")
-    assert strange.process.wait(LONG_S) == 2
-    assert f"cert.pem: it belongs to {second.address}" in strange.output
+class TestThePage:
+    """Both tests use one cluster, which ends before others start: hosts have one name a process."""
 
-    assert url == f"https://{first.address}:8000"
-    assert cluster.ask(first, url) == cluster.ask(second, url) == alone
-    assert cluster.status(url).count('"role": "kvstore"') == 2
+    def test_one_file_and_one_line_a_machine(self, typed_page: Typed) -> None:
+        cluster, here, alone = typed_page.cluster, typed_page.here, typed_page.alone
+        first, second, url = cluster.first, cluster.second, typed_page.url
+        strange = second.run("sh", "-c", f"cd here && {MOONCAKE} up k2.yaml --machine a")
+        assert strange.process.wait(LONG_S) == 2
+        assert f"cert.pem: it belongs to {second.address}" in strange.output
 
-    second.check("sh", "-c", "kill -9 $(pgrep -f [r]ole=decode)")
-    typed_page.there.wait_for(r"decode-0 has ended \(signal 9\) and starts again")
-    here.wait_for(r"are here(.|\n)*waiting for b \(.*\): decode\n(.|\n)*are here")
-    assert cluster.ask(first, url) == alone
+        assert url == f"https://{first.address}:8000"
+        assert cluster.ask(first, url) == cluster.ask(second, url) == alone
+        assert cluster.status(url).count('"role": "kvstore"') == 2
 
-
-def test_a_machine_whose_clock_is_wrong_serves_as_others_do(typed_page: Typed) -> None:
-    """Its clock was a day late while it started, and jumps ahead by a month while it works."""
-    cluster, url, alone = typed_page.cluster, typed_page.url, typed_page.alone
-    first, second = cluster.first, cluster.second
-    for machine, ahead_s in ((second, 30 * DAY_S), (second, -DAY_S), (first, 30 * DAY_S)):
-        machine.skew_clock(ahead_s)
+        second.check("sh", "-c", "kill -9 $(pgrep -f [r]ole=decode)")
+        typed_page.there.wait_for(r"decode-0 has ended \(signal 9\) and starts again")
+        here.wait_for(r"are here(.|\n)*waiting for b \(.*\): decode\n(.|\n)*are here")
         assert cluster.ask(first, url) == alone
+
+    def test_a_machine_whose_clock_is_wrong_serves_as_others_do(self, typed_page: Typed) -> None:
+        """Its clock was a day late while it started, and jumps ahead by a month while it works."""
+        cluster, url, alone = typed_page.cluster, typed_page.url, typed_page.alone
+        first, second = cluster.first, cluster.second
+        for machine, ahead_s in ((second, 30 * DAY_S), (second, -DAY_S), (first, 30 * DAY_S)):
+            machine.skew_clock(ahead_s)
+            assert cluster.ask(first, url) == alone
 
 
 @pytest.mark.parametrize("name", ["k2-thinking", "k2-instruct-pp"])
