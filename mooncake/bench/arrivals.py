@@ -12,6 +12,15 @@ from typing import Literal
 
 from mooncake.base import ConfigError
 
+TITLES = {
+    "ttft": ("Time to First Token", "TTFT"),
+    "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
+    "itl": ("Inter-token Latency", "ITL"),
+    "e2el": ("End-to-end Latency", "E2EL"),
+    "client_queue_time": ("Client Queue Time", "Client Queue Time"),
+}
+"""Latency that is shown -> (heading, short name)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ramp:

@@ -6,18 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from mooncake.bench.arrivals import TITLES
 from mooncake.bench.endpoint import Output
 from mooncake.bench.metrics import Metrics, Spread
 
 WIDTH = 50
-TITLES = {
-    "ttft": ("Time to First Token", "TTFT"),
-    "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
-    "itl": ("Inter-token Latency", "ITL"),
-    "e2el": ("End-to-end Latency", "E2EL"),
-    "client_queue_time": ("Client Queue Time", "Client Queue Time"),
-}
-"""Metric -> (heading, short name)."""
 
 
 def table(

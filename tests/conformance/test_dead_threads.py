@@ -496,7 +496,7 @@ def test_what_follows_the_cluster_secret(faults: Faults, tmp_path: Path) -> None
     file.chmod(0o600)
     SecretFollower(file, die, look_s=0.01)
     file.write_text("b" * 40)
-    faults.of("cluster secret")
+    faults.of("cluster-secret-file")
 
 
 def test_what_watches_ranks(faults: Faults) -> None:

@@ -7,8 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from mooncake.bench.arrivals import Arrivals, Run
-from mooncake.bench.report import TITLES
+from mooncake.bench.arrivals import TITLES, Arrivals, Run
 from mooncake.bench.samples import RandomShape, RepetitionShape
 from mooncake.engine.config import SpeculativeConfig
 from mooncake.launch.config.options import (

@@ -25,8 +25,10 @@ from mooncake.base.threads import VitalThread
 from mooncake.model.parallel.group import Group, GroupError
 
 _MESSAGE = struct.Struct("<q")
-_LEAVES, _READY, _LIVES = 0, -1, -2
-"""The messages. A number above zero is the step that the sender begins."""
+_READY, _LIVES, _LEAVES = -1, -2, -3
+"""The messages. A number above zero is the step that the sender begins; `_LEAVES` - n says that the
+sender's last step was step n.
+"""
 _SIGN_S = 1.0
 _SILENT_S = 5.0
 """After this many seconds without a sign, a worker counts as silent."""
@@ -79,6 +81,10 @@ class Peers:
         self._waited_for = set(links)
         self._ended: set[int] = set()
         """The other instances that will send nothing more."""
+        self._left: dict[int, int] = {}
+        """The last steps of instances that have left."""
+        self._begun = 0
+        """The last step that this or another instance has begun."""
         self._heard_s = dict.fromkeys(links, time.monotonic())
         self._on_wake: Callable[[int], None] = lambda _: None
         self._on_lost: Callable[[], None] = lambda: None
@@ -119,7 +125,10 @@ class Peers:
             raise InternalError(self.lost)
 
     def wake(self, step: int) -> None:
-        """Tell all that this instance begins `step`. Raises GroupError when one is lost."""
+        """Tell all that this instance begins `step`. Raises GroupError when one is lost or has
+        left.
+        """
+        self._begin(step)
         if self.lost is not None:
             raise GroupError(self.lost)
         self._tell(step)
@@ -157,12 +166,12 @@ class Peers:
                 who, seconds,
             )  # fmt: skip
 
-    def leave(self) -> None:
-        """Tell all that this instance takes part in no further step. An instance that wants one
-        then fails.
+    def leave(self, step: int) -> None:
+        """Tell all that this instance takes part in no step after `step`. An instance that begins
+        or has begun one fails.
         """
         with contextlib.suppress(GroupError):
-            self._tell(_LEAVES)
+            self._tell(_LEAVES - step)
 
     def have_left(self, numbers: range) -> bool:
         """Whether these instances take part in no further step."""
@@ -265,17 +274,30 @@ class Peers:
             return False
         self._heard_s[other] = time.monotonic()
         [number] = _MESSAGE.unpack(data)
-        if number == _LEAVES:
+        if number <= _LEAVES:
             self._has_gone(other)
-            self._stop_exchanges()
+            self._left[other] = _LEAVES - number
+            self._begin(0)
             return False
         if number == _READY:
             with self._changed:
                 self._waited_for.discard(other)
                 self._changed.notify_all()
         elif number > 0:
+            self._begin(number)
             self._on_wake(number)
         return True
+
+    def _begin(self, step: int) -> None:
+        """Note that an instance has begun a step. Fail if an instance that has left does not take
+        part in it: an exchange would wait for it, and a GPU whose exchange is stopped goes on with
+        whatever its memory holds.
+        """
+        with self._changed:
+            self._begun = max(self._begun, step)
+            missed = [other for other, last in self._left.items() if last < self._begun]
+        if missed:
+            self.fail(self._has_ended(missed[0]))
 
     def _has_gone(self, other: int) -> None:
         with self._changed:

@@ -185,7 +185,11 @@ class ModelRunner:
         for thread in self._threads:
             _await(thread, lambda: self._lost)
         if self._peers is not None:
-            self._peers.leave()
+            assert self._model.exchange is not None
+            if self._lost is None:
+                self._peers.leave(self._model.exchange.num_steps)
+            else:
+                self._peers.fail(self._lost)
         self._layers.close()
         self._events.close()
         del self._model, self._forward, self._decoder, self._sampler, self._drafts

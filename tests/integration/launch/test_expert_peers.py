@@ -25,7 +25,7 @@ from mooncake.model.options import ExpertGroup, ModelOptions
 from mooncake.model.parallel.group import GroupError
 from mooncake.model.parallel.peers import SILENT, SLOW, Peers
 from mooncake.transfer.net.blocking import shake_hands
-from tests.support.waiting import LONG_S
+from tests.support.waiting import LONG_S, wait_until
 
 SECRET = SystemIds().hex(16)
 WORKERS = ("decode-0", "decode-1", "decode-2")
@@ -94,20 +94,45 @@ def test_all_wake_each_other_and_one_that_ends_ends_all(meetings: Meetings) -> N
         peers[1].wait_until_ready()
 
 
-def test_one_that_leaves_is_missed_when_a_step_begins(meetings: Meetings) -> None:
+class Exchanges:
+    """A group that notes when its exchanges are stopped."""
+
+    rank, size = 0, 3
+
+    def __init__(self) -> None:
+        self.stopped: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def fail(self) -> None:
+        self.stopped.put(None)
+
+
+def left_after(meetings: Meetings, step: int, begun: int) -> tuple[Peers, Exchanges]:
+    """Return an instance that has begun a step, and has heard that another one left after `step`,
+    and its exchanges.
+    """
     peers = [future.result(LONG_S) for future in [meetings.come(number) for number in (0, 1, 2)]]
-    stopped: queue.SimpleQueue[int] = queue.SimpleQueue()
+    exchanges = Exchanges()
+    peers[0].use(exchanges)  # type: ignore[arg-type]
+    peers[0].wake(begun)
+    peers[1].leave(step)
+    wait_until(lambda: peers[0].have_left(range(1, 2)), "the other one has left")
+    return peers[0], exchanges
 
-    class Noted:
-        rank, size = 0, 3
 
-        def fail(self) -> None:
-            stopped.put(1)
+def test_one_that_leaves_is_missed_when_a_step_begins(meetings: Meetings) -> None:
+    first, exchanges = left_after(meetings, step=7, begun=7)
+    assert first.lost is None, "the step in which it took part ends well"
+    assert exchanges.stopped.empty()
+    with pytest.raises(GroupError, match="decode-1, which shares experts with this worker, has en"):
+        first.wake(8)
+    exchanges.stopped.get(timeout=LONG_S)
 
-    peers[0].use(Noted())  # type: ignore[arg-type]
-    peers[1].leave()
-    assert stopped.get(timeout=LONG_S) == 1, "who waits in an exchange hears of it"
-    assert peers[0].lost is None, "who has nothing to do goes on"
+
+def test_one_that_leaves_is_missed_in_a_step_that_has_begun(meetings: Meetings) -> None:
+    first, exchanges = left_after(meetings, step=7, begun=8)
+    exchanges.stopped.get(timeout=LONG_S)
+    assert first.lost is not None, "known before an exchange ends, so no step's result counts"
+    assert "decode-1, which shares experts with this worker, has ended" in first.lost
 
 
 def test_who_does_not_know_the_secret_gets_nothing(
