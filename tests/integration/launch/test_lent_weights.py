@@ -194,7 +194,8 @@ def begun_group(opened: ExitStack, model: str, *engine: str) -> tuple[ServerProc
     """
     words = ("--role", "decode", model, *engine, "-dp", "2", "-ep")
     group = opened.enter_context(ServerProcess(*words))
-    found = [group.wait_for(rf"decode-\S+-{number} \(pid (\d+){SERVES}") for number in (0, 1)]
+    started = r"decode-\S+-{} \(pid (\d+)\) has started"
+    found = [group.wait_for(started.format(number)) for number in (0, 1)]
     processes = [os.pidfd_open(int(match.group(1))) for match in found]
     for each in processes:
         opened.callback(os.close, each)

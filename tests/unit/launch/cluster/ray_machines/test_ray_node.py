@@ -155,7 +155,7 @@ def test_a_head_asks_again_after_a_while_who_is_there(monkeypatch: pytest.Monkey
     machine = SimpleNamespace(name="b", address="10.0.0.2")
     cluster = SimpleNamespace(machines=[machine], placed=())
     node: Any = SimpleNamespace(_machine=machine, _cluster=cluster, _hosts=["10.0.0.2"])
-    config: Any = None
+    config: Any = SimpleNamespace(bind_host="10.0.0.1", bind_ports=None, seeds=[])
     found = ray_node._Node._await_others(node, config, lambda: True)
     assert found == "facts"
     assert asked == ["ask", f"{ASK_S} s", "ask", f"{ASK_S} s", "ask"]
