@@ -275,9 +275,9 @@ class Peers:
         self._heard_s[other] = time.monotonic()
         [number] = _MESSAGE.unpack(data)
         if number <= _LEAVES:
-            self._has_gone(other)
             self._left[other] = _LEAVES - number
             self._begin(0)
+            self._has_gone(other)
             return False
         if number == _READY:
             with self._changed:

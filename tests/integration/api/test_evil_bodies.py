@@ -113,7 +113,7 @@ def longest_gap_s(path: str, body: Mapping[str, Any]) -> tuple[float, int]:
                 httpx.post, url + path, content=content, headers=headers, timeout=LONG_S
             )
             ticking.cancel()
-        return max(gaps), reply.status_code
+        return max(gaps, default=0.0), reply.status_code
 
     return asyncio.run(main())
 
