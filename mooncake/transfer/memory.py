@@ -120,8 +120,8 @@ def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
 
 
 def _check(fd: int, num_bytes: int) -> None:
-    """Raise TransferError for a peer's memory that is too short, or may be cut while it is used:
-    whoever touches what was cut off is killed.
+    """Raise TransferError for a peer's memory that is too short, or that the peer could shorten
+    while it is used: the kernel kills a process that touches the missing part.
     """
     if os.fstat(fd).st_size < num_bytes:
         raise TransferError(f"the peer's memory is shorter than the {num_bytes} bytes it promised")

@@ -144,7 +144,7 @@ class Mover:
 
     def begin_save(self, job: Save) -> Saving | None:
         """Take staging memory for chunks; None: there is none. Chunks for which there is none are
-        left out; whoever needs them next computes them. `give` has to end what was begun.
+        left out; a later request computes them again. Call `give` until it has ended the save.
         """
         blocks = self._staging.packing.blocks
         with self._changed:

@@ -33,7 +33,7 @@ LOAD_COUNTERS = {
 }
 """Counters of pool nodes from which the bandwidths of the tiers below DRAM are learned."""
 RETRY_S = 60.0
-"""A tier or a network that nobody has used for so long is no longer taken to be slower than its
+"""After so many seconds without use, a tier or a network is expected to be at least as fast as its
 first guess. Otherwise one that looks slower than computing would never be tried again: small
 fetches over a long way look slow, and say little about a large one.
 """
