@@ -34,10 +34,10 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def tokens_of_all(
-    cluster: ModelCluster, *, is_cached: bool = False, **sampling: Any
+    cluster: ModelCluster, *, cached_share: float = 0.0, **sampling: Any
 ) -> list[list[int]]:
-    """Send all prompts at once and return their tokens. `is_cached`: each full block of a prompt,
-    but for the last token, must come from a cache.
+    """Send all prompts at once and return their tokens. At least `cached_share` of the prompts'
+    full blocks, those without the last token, must come from a cache.
     """
     answers = [
         cluster.submit(request(f"r{length}", prompt(length), NUM_TOKENS, **sampling))
@@ -45,8 +45,11 @@ def tokens_of_all(
     ]
     cached = [answer.final().num_cached_tokens for answer in answers]
     block = cluster.layout.block_tokens
-    if is_cached:
-        assert cached == [(length - 1) // block * block for length in LENGTHS]
+    whole = [(length - 1) // block * block for length in LENGTHS]
+    assert all(
+        found in range(0, most + 1, block) for found, most in zip(cached, whole, strict=True)
+    )
+    assert sum(cached) >= cached_share * sum(whole)
     return [answer.tokens for answer in answers]
 
 
@@ -83,7 +86,9 @@ def test_any_layout(
         model, prefill, decode, kvstore=kvstore, max_model_len=MAX_MODEL_LEN
     ) as cluster:
         assert tokens_of_all(cluster, **SAMPLINGS[sampling]) == truth[sampling]
-        again = tokens_of_all(cluster, is_cached=True, **SAMPLINGS[sampling])
+        # Of two prefill workers, one may find computing a block cheaper than a copy from the other.
+        share = 1.0 if prefill <= 1 else 0.5
+        again = tokens_of_all(cluster, cached_share=share, **SAMPLINGS[sampling])
         assert again == truth[sampling], "from the cache"
 
 
