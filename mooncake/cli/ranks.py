@@ -42,6 +42,7 @@ class Ranks:
 def run(wanted: Ranks) -> int:
     """Start ranks for workers until SIGTERM or Ctrl-C."""
     from mooncake.identity import own_credential
+    from mooncake.launch.host.processes.end_signals import EndSignals
     from mooncake.launch.host.processes.vital_threads import end_with_vital_threads
     from mooncake.launch.host.secrets.secret_file import SecretFollower
     from mooncake.launch.worker.ranks.rank_host import RankHost
@@ -64,10 +65,15 @@ def run(wanted: Ranks) -> int:
     credential = own_credential(wanted.cluster_secret, CredentialRole.WORKER, name="ranks")
     host = RankHost(wanted.bind_host, wanted.port, credential)
     following = SecretFollower(wanted.cluster_secret_file, credential.renew)
+    signals = EndSignals()
 
     def on_signal(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        host.close()
+        is_first = not signals.has_come
+        if signals.hurries(number):
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        elif is_first:
+            host.close()
 
     signal.signal(signal.SIGTERM, on_signal)
     print(f"ranks are started at {wanted.bind_host}:{host.port}", flush=True)
