@@ -39,7 +39,7 @@ class TransferConfig:
     """Name of this machine; peers with an equal one may use shared memory."""
     protocols: Sequence[str] = field(default_factory=usable_protocols)
     protection: Protection | None = None
-    """The protection of what passes over sockets; a peer with a weaker one is refused. None: peers'
+    """The least protection of what passes over sockets; peers may want more. None: peers'
     connections to us carry MACs unless we listen on the loopback only, and peers decide about our
     connections to them.
     """

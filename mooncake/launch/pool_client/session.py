@@ -81,7 +81,7 @@ class PoolSessionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """The address of this machine at which the pool's answers arrive."""
     transfer_protocols: list[str] = msgspec.field(default_factory=lambda: list(usable_protocols()))
     transfer_protection: str = AUTO
-    """Pool nodes whose memory has a weaker protection are refused."""
+    """The least protection of what passes over sockets; pool nodes may want more."""
     rdma: RdmaSettings = RdmaSettings()
     num_places: int = 16
     """Number of blocks of memory that `put` and `get` copy through: the most that one transfer

@@ -49,6 +49,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     certificate: bytes
     exchange: bytes
     """The client's key of this connection's key agreement."""
+    least: Protection = Protection.NONE
+    """The least protection that the client wants."""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag="challenge"):
@@ -257,6 +259,7 @@ class AcceptingSide:
         self._credentials = credentials
         self._roles = roles
         self._agreed = b""
+        self._protection = credentials.protection
         self._client: Certificate | None = None
         self.channel: Channel | None = None
         """Set together with `identity`."""
@@ -289,9 +292,11 @@ class AcceptingSide:
             agreement = KeyAgreement(credentials.ids)
             self._agreed = _agree(agreement, message.exchange)
             self._hello = message
+            if self._protection.is_weaker(message.least):
+                self._protection = message.least
             nonce = bytes.fromhex(credentials.ids.hex(NONCE_BYTES))
             challenge = _ENCODER.encode(Challenge(
-                nonce, credentials.credential.signed, agreement.public, credentials.protection
+                nonce, credentials.credential.signed, agreement.public, self._protection
             ))  # fmt: skip
             self._transcript = _transcript(bytes(data), challenge)
             return challenge
@@ -312,9 +317,7 @@ class AcceptingSide:
         self.identity = PeerIdentity(
             hello.engine_id, hello.connection_id, tuple(hello.fenced), self._client
         )
-        self.channel = _channel(
-            self._agreed, self._transcript, credentials.protection, is_client=False
-        )
+        self.channel = _channel(self._agreed, self._transcript, self._protection, is_client=False)
         signature = credentials.credential.sign(_signed(_OWNER, self._transcript))
         return _ENCODER.encode(Welcome(signature))
 
@@ -331,9 +334,9 @@ class Credentials:
     credential: Credential
     ids: IdSource
     protection: Protection = Protection.MAC
-    """The protection of peers' connections to us. On our connections to them, they decide."""
+    """The protection of peers' connections to us, unless they want more."""
     least: Protection = Protection.NONE
-    """Peers that choose a weaker protection are refused."""
+    """The least protection of our connections to peers, which may want more."""
     unix_time: Callable[[], float] = field(default=time.time, repr=False)
     """The clock by which certificates expire."""
     standing: Standing = field(init=False, repr=False)
@@ -354,6 +357,7 @@ class Credentials:
             fenced=list(fenced),
             certificate=self.credential.signed,
             exchange=agreement.public,
+            least=self.least,
         )
         return ConnectingSide(self, agreement, hello)
 

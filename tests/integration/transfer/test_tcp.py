@@ -245,13 +245,19 @@ def test_a_refused_request_says_why_and_the_next_is_served(
     assert us.counters()["transfer_tcp_failures"] == 0, "the stream went on"
 
 
-def test_an_owner_whose_bytes_are_less_protected_is_refused_with_words(open_tcp: Open) -> None:
+def test_bytes_are_encrypted_if_only_the_client_wants_it(open_tcp: Open) -> None:
     owner, us = open_tcp("owner", protection=None), open_tcp("us", protection=Protection.ENCRYPT)
-    theirs, ours = owner.allocate(8, "theirs"), us.allocate(8, "ours")
-    one = TransferOp(ours.region_id, 0, theirs.region_id, 0, 8)
-    error = move(us, Op.READ, owner.segment, [one]).error
-    assert error is not None
-    assert "`transfer-protection` is none, ours is encrypt" in error
+    theirs, ours = owner.allocate(MIB, "theirs"), us.allocate(MIB, "ours")
+    theirs.buffer[:] = b"secret!!" * (MIB // 8)
+    proxy = Proxy(owner.segment.endpoints["tcp"], 0, cut_after=MIB)
+    proxy.seen = []
+    through = SegmentRef("owner", {"tcp": proxy.endpoint}, "h")
+    one = TransferOp(ours.region_id, 0, theirs.region_id, 0, MIB)
+    assert move(us, Op.READ, through, [one]).error is None
+    assert ours.buffer == theirs.buffer
+    assert sum(map(len, proxy.seen)) > MIB
+    assert b"secret" not in b"".join(proxy.seen)
+    proxy.close()
 
 
 def test_bytes_are_sealed_unless_only_this_machine_can_connect() -> None:
