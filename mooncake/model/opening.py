@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from mooncake_kernels.native import build
-from mooncake_kernels.native.measured import Timing, timings
+from mooncake_kernels.native.measured import Timing, machine, timings
 
 from mooncake.base import CheckpointError, InternalError, KvLayout, PageArray
 from mooncake.crypto.keys import KeyRing
@@ -204,6 +204,11 @@ class ModelSource:
             self._peers.close()
         if self.lead is not None:
             self.lead.close()
+
+    @property
+    def machine(self) -> str:
+        """What computes here: how long a step takes depends on it."""
+        return machine()
 
     @staticmethod
     def expert_timings() -> list[Timing]:

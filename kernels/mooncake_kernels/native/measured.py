@@ -74,7 +74,7 @@ def few_tokens(kind: Kind, few: Experts, many: Experts) -> float:
     """
     wanted = kind, torch.get_num_threads()
     if wanted not in _measured:
-        file, key = _file(), _key(*wanted)
+        file, key = _file(), _key(kind)
         found = None if file is None else _read(file).get(key)
         if found is None:
             found = _measure(kind, few, many)
@@ -118,9 +118,18 @@ def _file() -> Path | None:
     return None if folder is None else folder / "timings.json"
 
 
-def _key(kind: Kind, threads: int) -> str:
-    parts = (build.cpu_name(), torch.__version__, build.digest(), threads, *kind)
+def machine() -> str:
+    """Return what computes here: the CPU, torch, the compiled code and the number of threads."""
+    try:
+        code = build.digest()
+    except build.CannotBuild:
+        code = "none"
+    parts = (build.cpu_name(), torch.__version__, code, torch.get_num_threads())
     return " | ".join(map(str, parts))
+
+
+def _key(kind: Kind) -> str:
+    return " | ".join(map(str, (machine(), *kind)))
 
 
 def _read(file: Path) -> dict[str, list[Timing]]:
