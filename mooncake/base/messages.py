@@ -397,10 +397,12 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 class PeerLost(Message, frozen=True, tag="peer_lost"):
     """A worker is gone for good. The receiver reclaims at once what that worker held, wrote or
-    read.
+    read. A worker to which this is said of itself may have been cut off.
     """
 
     worker: WorkerRef
+    replaced: bool = False
+    """Said to `worker` itself: another one has its name now."""
 
 
 class Drain(Message, frozen=True, tag="drain"):

@@ -186,6 +186,11 @@ class Instance:
             case _:
                 self.membership.handle(event)
 
+    def come_back(self) -> None:
+        """Want to leave, and to come back as it is unless it was told otherwise."""
+        self.draining = True
+        self.next_life = self.next_life or NextLife()
+
     def _on_borrow(self, question: BorrowWeights) -> None:
         """Have a worker that wants to read the weights answered."""
         if self._lend is not None:

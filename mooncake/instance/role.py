@@ -5,6 +5,7 @@ prefix, and is ended from outside.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Generic
 
 import msgspec
@@ -23,6 +24,8 @@ from mooncake.instance.instance import Instance
 from mooncake.instance.job_table import JobT, JobTable, JobTrace
 from mooncake.instance.reuse import PrefixReuse
 
+GIVEN_UP = "its worker was given up by the cluster"
+
 
 class RoleWorker(ABC, Generic[JobT]):
     """A role over its instance (see `base.machine.Machine`). It owns the jobs of its requests. It
@@ -32,6 +35,7 @@ class RoleWorker(ABC, Generic[JobT]):
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
         self._jobs: JobTable[JobT] = JobTable()
+        self._is_given_up = False
 
     def handle(self, event: msgspec.Struct, now: float) -> None:
         """Handle an event that both roles treat alike."""
@@ -42,6 +46,8 @@ class RoleWorker(ABC, Generic[JobT]):
                 job = self._jobs.abort(event)
                 if job is not None:
                     self._end(job, now)
+            case PeerLost() if event.worker == self.instance.worker:
+                self._on_own_loss(now)
             case PeerLost():
                 self.instance.handle(event, now)
                 self._on_peer_lost(event.worker, now)
@@ -77,9 +83,12 @@ class RoleWorker(ABC, Generic[JobT]):
 
     @property
     def next_life(self) -> NextLife | None:
-        """How to come back, once nothing is in progress here any more; None: go on."""
+        """How to come back, once nothing is in progress here any more; None: go on. One that was
+        given up waits for the running step alone: peers wait for nothing of it.
+        """
         life = self.instance.next_life
-        return life if life is not None and self.quiet else None
+        may_end = self.quiet or (self._is_given_up and self.instance.engine.idle)
+        return life if life is not None and may_end else None
 
     def check_integrity(self) -> None:
         self.instance.check_integrity(role_quiet=self.quiet)
@@ -119,6 +128,10 @@ class RoleWorker(ABC, Generic[JobT]):
         if older is not None:
             self._end(older, now)
         whole = instance.kept_settings.completed(task)
+        if self._is_given_up:
+            jobs.refuse(task)
+            instance.fail(task, Failure.unavailable(GIVEN_UP))
+            return
         if whole is None:
             jobs.refuse(task)
             why = "this worker does not have the settings that a task names"
@@ -155,8 +168,19 @@ class RoleWorker(ABC, Generic[JobT]):
 
     def _end_orphans(self, now: float) -> None:
         """Fail and end the jobs of lost gateways. One that is alive after all places them again."""
-        failure = Failure.unavailable("its gateway was lost")
         for gateway in self.instance.membership.lost_gateways():
-            for job in self._jobs.of_gateway(gateway):
-                self.instance.fail(job.task, failure)
-                self._end(job, now)
+            self._give_up(self._jobs.of_gateway(gateway), "its gateway was lost", now)
+
+    def _on_own_loss(self, now: float) -> None:
+        """End all jobs and come back, as the cluster has given this worker up: what it held for
+        them elsewhere is others' now. Gateways that still hear it place them again.
+        """
+        self._is_given_up = True
+        self.instance.come_back()
+        self._give_up(self._jobs, GIVEN_UP, now)
+
+    def _give_up(self, jobs: Iterable[JobT], why: str, now: float) -> None:
+        failure = Failure.unavailable(why)
+        for job in jobs:
+            self.instance.fail(job.task, failure)
+            self._end(job, now)

@@ -114,7 +114,8 @@ class MembershipTable:
             # It was given up while it still lived (a pause, a cut line): peers have reclaimed what
             # it held, so it must not go on as it was.
             self._set_fenced(worker, now)
-            self._channel.send(worker.address, PeerLost(worker=worker))
+            replaced = member is not None
+            self._channel.send(worker.address, PeerLost(worker=worker, replaced=replaced))
         return False
 
     def request_hello(self, worker: WorkerRef) -> None:

@@ -72,3 +72,23 @@ def test_no_byte_is_wrong_when_any_worker_is_cut_off(seed: int) -> None:
     cluster.settle(200)
     cluster.check_streams(may_refuse=True)
     cluster.check_quiet()
+
+
+@pytest.mark.parametrize("worker_id", ["prefill-0", "decode-0"])
+def test_an_engine_that_was_cut_off_ends_its_requests_and_comes_back(worker_id: str) -> None:
+    """It is not killed: in life it keeps its weights. The answers are right nevertheless."""
+    cluster = cluster_of(Random(1), 1)
+    worker = cluster.world.workers[worker_id]
+    for index in range(6):
+        prompt = [(index + at) % 97 for at in range(60)]
+        cluster.world.submit(request(f"r{index}", prompt, max_tokens=40, seed=index))
+    cluster.run(0.1)
+    place = worker.spec.node_id
+    cluster.world.network.partition(place, "gateway", cut=True)
+    cluster.run(3.0)
+    assert worker.num_starts == 1
+    cluster.world.network.partition(place, "gateway", cut=False)
+    cluster.settle(200)
+    assert (worker.num_starts, len(worker.former)) == (2, 1), "it left by itself"
+    cluster.check_streams(may_refuse=False)
+    cluster.check_quiet()

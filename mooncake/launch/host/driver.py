@@ -37,8 +37,8 @@ class EventSource(Protocol):
 
 
 class FencedOff(MooncakeError):
-    """The cluster gave this worker up because it paused too long. Peers have reclaimed what it
-    held.
+    """The cluster gave this worker up, because it paused too long or another has its name. Peers
+    have reclaimed what it held.
     """
 
 
@@ -67,14 +67,17 @@ class Driver:
         clock: Clock | None = None,
         own: WorkerRef | None = None,
         shares: bool = False,
+        returns: bool = False,
     ) -> None:
         """Drive `machine`, whose name in the cluster is `own` (workers have one). `polled`: its
         other ports. `shares`: any thread may use all of its ports. Then a thread that calls, or
         that has an event of `transfer`, drives the machine itself, unless another thread does so.
-        This saves waking the loop's thread.
+        This saves waking the loop's thread. `returns`: the machine is told when the cluster has
+        given it up, and comes back; otherwise `run` raises FencedOff then.
         """
         self._machine = machine
         self._own = own
+        self._returns = returns
         self._clock = clock or MonotonicClock()
         self._sources: list[tuple[int, Callable[[], Sequence[msgspec.Struct]]]] = [
             (channel.fileno(), channel.receive)
@@ -232,14 +235,27 @@ class Driver:
         for drain in drains:
             for event in drain():
                 if isinstance(event, PeerLost) and event.worker == self._own:
-                    raise FencedOff(
-                        f"{event.worker.worker_id} was given up by the cluster and ends: it "
-                        "stood still for too long, or another came under its name; start it "
-                        "again, each node with a --node-id of its own"
-                    )
+                    self._on_own_loss(event)
                 self._machine.handle(event, now)
                 had_some = True
         return had_some
+
+    def _on_own_loss(self, event: PeerLost) -> None:
+        """Raise FencedOff unless the machine comes back by itself: the cluster gave it up."""
+        name = event.worker.worker_id
+        if event.replaced:
+            raise FencedOff(
+                f"{name} ends: another came under its name; give each node a --node-id of its own"
+            )
+        if not self._returns:
+            raise FencedOff(
+                f"{name} was given up by the cluster and ends, as it was silent for too long: it "
+                "stood still, or had no network; start it again"
+            )
+        _log.warning(
+            "%s was given up by the cluster, as it was silent for too long: it ends its requests "
+            "and comes back with its weights", name,
+        )  # fmt: skip
 
     def _tick(self) -> float | None:
         """Have the machine do what is due, and look whether the loop may end. Return how long

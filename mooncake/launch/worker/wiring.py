@@ -210,6 +210,7 @@ def build(
     return Worker(
         machine, ref, channel, opened,
         transfer=transfer, polled=polled, seeds=seeds, pages=pages,
+        returns=settings.expert_group is None,  # those that share its experts end with it
     )  # fmt: skip
 
 

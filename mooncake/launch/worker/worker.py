@@ -56,10 +56,12 @@ class Worker:
         polled: Sequence[Polled[msgspec.Struct]] = (),
         seeds: SeedAddresses | None = None,
         pages: PageMemory | None = None,
+        returns: bool = False,
     ) -> None:
         """Own what `opened` closes from now on: the ports, and the memory that they use. `seeds`
         are addresses at which to look for gateways. One that sleeps has no `transfer`. `pages` are
         those on a device, in which copies may be under way until the transfer engine has ended.
+        `returns`: it comes back after the cluster has given it up.
         """
         self.machine = machine
         self.ref = ref
@@ -71,7 +73,7 @@ class Worker:
         self._met = ""
         self.driver = Driver(
             machine, channel, transfer=transfer, polled=polled, own=ref,
-            shares=isinstance(machine, KvNode),
+            shares=isinstance(machine, KvNode), returns=returns,
         )  # fmt: skip
         self._leaves = False
         self.driver.stop_when(lambda machine: machine.next_life is not None, None)

@@ -283,8 +283,9 @@ class World:
         ref = WorkerRef(worker_id, epoch, address)
 
         def deliver(event: msgspec.Struct) -> None:
-            if isinstance(event, PeerLost) and event.worker == ref:
-                self.kill(worker_id)  # the driver ends a worker that was given up
+            is_own_loss = isinstance(event, PeerLost) and event.worker == ref
+            if is_own_loss and (isinstance(worker.machine, KvNode) or worker.spec.experts):
+                self.kill(worker_id)  # the driver ends one that does not come back by itself
             else:
                 process.deliver(event)
 

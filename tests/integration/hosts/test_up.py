@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ import mooncake
 from tests.support.hosts.described import MOONCAKE, DescribedCluster
 from tests.support.hosts.hosts import SHARED, Host, Program, hosts
 from tests.support.serve.server_process import nano_checkpoint
-from tests.support.waiting import LONG_S
+from tests.support.waiting import LONG_S, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -85,7 +86,9 @@ class Cluster(DescribedCluster):
 
     def status(self, url: str) -> str:
         trusting = "SSL_CERT_FILE=here/ca.pem"
-        return self.first.check("sh", "-c", f"{trusting} {MOONCAKE} status --url {url} --json")
+        return self.first.check(
+            "sh", "-c", f"{trusting} {MOONCAKE} status --url {url} --json || true"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +146,28 @@ class TestThePage:
         typed_page.there.wait_for(r"decode-0 has ended \(signal 9\) and starts again")
         here.wait_for(r"are here(.|\n)*waiting for b \(.*\): decode\n(.|\n)*are here")
         assert cluster.ask(first, url) == alone
+
+    def test_a_machine_that_had_no_network_keeps_its_engines(self, typed_page: Typed) -> None:
+        """Nobody hears them for so long that they are given up. They are the same processes when
+        the machine is back, so no weights are loaded.
+        """
+        cluster, url, alone = typed_page.cluster, typed_page.url, typed_page.alone
+        first, second = cluster.first, cluster.second
+
+        def decodes() -> set[int]:
+            workers = json.loads(cluster.status(url))["workers"]
+            return {each["pid"] for each in workers if each["role"] == "decode"}
+
+        before = decodes()
+        second.unplug()
+        try:
+            wait_until(lambda: not decodes(), "the engine is given up")
+        finally:
+            second.plug()
+        assert before == wait_until(decodes, "the engine is back")
+        typed_page.there.wait_for("comes back with its weights")
+        typed_page.here.wait_for(r"waiting for b \(.*\): decode(.|\n)*are here")
+        assert cluster.ask(first, url) == cluster.ask(second, url) == alone
 
     def test_a_machine_whose_clock_is_wrong_serves_as_others_do(self, typed_page: Typed) -> None:
         """Its clock was a day late while it started, and jumps ahead by a month while it works."""

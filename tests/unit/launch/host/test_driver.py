@@ -400,3 +400,14 @@ def test_a_worker_that_was_given_up_ends(rig: Rig, caplog: pytest.LogCaptureFixt
     [record] = caplog.records
     assert (record.exc_info, "decode-0" in record.getMessage()) == (None, True), "no stack trace"
     assert [type(event) for event in rig.machine.events] == [PeerLost]
+
+
+def test_an_engine_that_was_given_up_comes_back_unless_another_has_its_name(rig: Rig) -> None:
+    mine = WorkerRef("decode-0", "e1", "machine")
+    driver = Driver(rig.machine, rig.channel, own=mine, returns=True)
+    told = [PeerLost(worker=mine), PeerLost(worker=mine, replaced=True)]
+    for each in told:
+        rig.peer.send("machine", each)
+    with pytest.raises(FencedOff, match="another came under its name"):
+        driver.run()
+    assert rig.machine.events == told[:1]

@@ -278,7 +278,9 @@ def test_a_late_hello_of_the_dead_changes_nothing(harness: Pair) -> None:
     harness.join("d0", Role.DECODE)
     harness.submit(request("r"))
     assert len(harness.tasks(again)) == 1
-    assert harness.channel.of(PeerLost, harness.d0.address) == [PeerLost(worker=harness.d0)]
+    assert harness.channel.of(PeerLost, harness.d0.address) == [
+        PeerLost(worker=harness.d0, replaced=True)
+    ]
 
 
 def test_a_worker_of_another_layout_is_not_used(
