@@ -35,7 +35,7 @@ help:
 	@echo "make soak-device random orders of a GPU's work, on emulated ones (ORDERS=200 FIRST=0)"
 	@echo "make soak-hosts a cluster on hosts made of namespaces, under load and random faults; as root (MINUTES=60 SEED=0)"
 	@echo "make soak-changes docs/changing-machines.md typed on such hosts, under load; as root"
-	@echo "make soak-nodes what looks after engines killed again and again; as root (KILLS=20)"
+	@echo "make soak-nodes each process killed again and again, on hosts made of namespaces; as root (KILLS=20)"
 	@echo "make docs      the reference pages of docs/, made from the code"
 	@echo "make bench     the benchmarks behind the README's numbers"
 	@echo "make clean     forget .venv, caches and checkpoints"
@@ -182,11 +182,12 @@ soak-device: $(STAMP)
 soak-changes: $(STAMP)
 	MOONCAKE_CHANGES=1 $(BIN)/pytest -q -s tests/integration/hosts/test_changes.py
 
-# What looks after engines, killed again and again: of `mooncake serve`, and of engines that Ray places on hosts made of
-# namespaces (as root). No engine may load its weights again. make soak-nodes KILLS=20
+# Each process killed again and again (as root): what looks after engines, of `mooncake serve` and where Ray has placed
+# them, and each process of a cluster without Ray. No other engine may load its weights again. make soak-nodes KILLS=20
 soak-nodes: KILLS = 20
 soak-nodes: $(STAMP)
-	MOONCAKE_NUM_KILLS=$(KILLS) $(BIN)/pytest -q tests/integration/serve/test_adoption.py tests/integration/hosts/test_ray_nodes.py
+	MOONCAKE_NUM_KILLS=$(KILLS) $(BIN)/pytest -q tests/integration/serve/test_adoption.py tests/integration/hosts/test_ray_nodes.py \
+	  tests/integration/hosts/test_without_ray.py
 
 # Hosts made of namespaces under open-loop load: a process killed, a host without power, a link cut, a slow disk, a
 # wrong clock, one after another. Logs and figures lie in build/soak-hosts. make soak-hosts MINUTES=10 SEED=3

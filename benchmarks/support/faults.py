@@ -32,6 +32,10 @@ from tests.support.hosts.soak.faults import Fault as SoakFault
 
 START_S = 900.0
 POLL_S = 0.5
+MAX_NUM_SEQS = 6
+"""Of a decode engine that Ray has placed, so that eight clients need both: one that has the blocks
+of all would compute all.
+"""
 UNHEARD_S = 5.0
 """A worker that a gateway has not heard for so long does not count as up."""
 SMALL = (
@@ -304,7 +308,7 @@ def placed(folder: Path, model: Path) -> Iterator[tuple[Clients, Faults]]:
     copied = shutil.copytree(model, shared / model.name)
     with Hosts(3, folder / "hosts", shared) as hosts:
         machines = hosts[:2]
-        cluster = Placed(machines, copied)
+        cluster = Placed(machines, copied, **{"max-num-seqs": MAX_NUM_SEQS})
         watched = Watched(hosts[2], machines[0].path(f"{HOME}/k2/a/ca.pem"))
         cluster.type_up(machines[0]).wait_for("this machine is the head of Ray", START_S)
         cluster.type_up(machines[1])

@@ -5,6 +5,7 @@ gateway, each killed once under load and started again as a supervisor would.
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 import sys
@@ -18,12 +19,15 @@ from tests.support.hosts.hosts import HOME, SHARED, Host, Program, hosts
 from tests.support.serve.server_process import nano_checkpoint
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+NUM_KILLS = int(os.environ.get("MOONCAKE_NUM_KILLS", "1"))
+"""Of each process: `make soak-nodes` sets more."""
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 * NUM_KILLS)]
 
 PROMPTS = ["The quick brown fox jumps over the lazy dog. " * count for count in (1, 20, 40)]
 NUM_TOKENS = 48
 NUM_CLIENTS = 3
 PORT = 6400
+WORKERS = ("prefill", "decode", "kvstore")
 PAGE = "docs/roles.md"
 CLIENT = """
 import json, sys, threading, time, urllib.error, urllib.request
@@ -107,7 +111,7 @@ def test_each_process_killed_under_load_costs_a_pause(tmp_path: Path) -> None:
             each.path(f"{HOME}/secret").write_text(secret)
         first, second = machines
         cluster = Cluster(first, second, f"{SHARED}/{model.name}")
-        for role in ("kvstore", "prefill", "decode"):  # they wait for a gateway
+        for role in WORKERS:  # they wait for a gateway
             cluster.start(role)
         cluster.start("gateway-2")
         cluster.start("gateway")
@@ -126,8 +130,16 @@ def test_each_process_killed_under_load_costs_a_pause(tmp_path: Path) -> None:
             wanted = answered() + count
             wait_until(lambda: answered() >= wanted, f"{count} answers")
 
+        def start_again(role: str) -> None:
+            """All others are the processes that they were, with their weights."""
+            others = [each for name, each in cluster.running.items() if name != role]
+            cluster.start(role)
+            cluster.running[role].wait_for("serves|on http")
+            go_on(2 * NUM_CLIENTS)
+            assert all(each.process.poll() is None for each in others), f"{role} was killed"
+
         go_on(2 * NUM_CLIENTS)
-        for role in ("prefill", "decode", "kvstore"):
+        for role in WORKERS:
             num_said = len(cluster.running["gateway"].output)
             cluster.kill(role)
 
@@ -140,18 +152,16 @@ def test_each_process_killed_under_load_costs_a_pause(tmp_path: Path) -> None:
             # By the gateway that saw it first: nobody says goodbye for a killed process. And not by
             # its silence, which takes longer.
             assert re.match("its process ended|it left", told[1]), told[0]
-            cluster.start(role)
-            cluster.running[role].wait_for("serves")
-            go_on(2 * NUM_CLIENTS)
-        workers = [cluster.running[role] for role in ("prefill", "decode", "kvstore")]
+            start_again(role)
         cluster.kill("gateway")
         asked = {"prompt": PROMPTS[1], "max_tokens": NUM_TOKENS, "temperature": 0,
                  "ignore_eos": True, "return_token_ids": True}  # fmt: skip
         other = second.post(f"{url}/completions", asked)  # each host has its own at that address
         assert other["choices"][0]["token_ids"] == alone[1]
-        cluster.start("gateway")
-        go_on(2 * NUM_CLIENTS)
-        assert all(each.process.poll() is None for each in workers), "they came back by themselves"
+        start_again("gateway")
+        for role in (*WORKERS, "gateway") * (NUM_KILLS - 1):
+            cluster.kill(role)
+            start_again(role)
 
         cluster.start("decode-2")
         cluster.running["decode-2"].wait_for("serves")
