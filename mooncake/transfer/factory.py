@@ -37,6 +37,8 @@ class TransferConfig:
     """The roles in which this process acts; with the secret, all of them."""
     host: str
     """Name of this machine; peers with an equal one may use shared memory."""
+    shm_directory: str = ""
+    """Directory in which those peers find each other, if they are not in one network."""
     protocols: Sequence[str] = field(default_factory=usable_protocols)
     protection: Protection | None = None
     """The least protection of what passes over sockets; peers may want more. None: peers'
@@ -102,9 +104,8 @@ def open_transfer(
             if "inproc" in config.protocols:
                 router.add_backend(InprocBackend(engine_id, fabric, table, pool, router))
             if "shm" in config.protocols:
-                router.add_backend(
-                    ShmBackend(credentials, table, pool, loops[0], router, config.host)
-                )
+                place = config.host, config.shm_directory
+                router.add_backend(ShmBackend(credentials, table, pool, loops[0], router, *place))
         if "rdma" in config.protocols:
             loop = IoLoop(fabric.gates, "transfer-rdma")
             router.add_closer(loop.close)

@@ -84,6 +84,9 @@
 {{- if hasKey (index $.Values $role) "rdma" }}
 {{- fail (printf "%s.rdma: all roles move KV to one another, so they use RDMA or none does; give pods.rdma" $role) }}
 {{- end }}
+{{- if hasKey (index $.Values $role) "shmPath" }}
+{{- fail (printf "%s.shmPath: all roles move KV to one another, so they share memory or none does; give pods.shmPath" $role) }}
+{{- end }}
 {{- end }}
 {{- range $role := list "prefill" "decode" "kvstore" }}
 {{- range (index $.Values $role).args }}
@@ -240,6 +243,10 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ .values.shm }}}
 {{- end }}
+{{- if include "mooncake.sockets" . }}
+- name: sockets
+  hostPath: {path: {{ .root.Values.pods.shmPath }}, type: DirectoryOrCreate}
+{{- end }}
 - name: tmp
   emptyDir: {sizeLimit: {{ .values.tmp }}}
 {{- /* What proves the role to the signer, and what comes of it. */}}
@@ -273,6 +280,9 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 {{- if ne .role "gateway" }}
 - {name: shm, mountPath: /dev/shm}
 {{- end }}
+{{- with include "mooncake.sockets" . }}
+- {name: sockets, mountPath: {{ . }}}
+{{- end }}
 - {name: tmp, mountPath: /tmp}
 - {name: token, mountPath: /etc/mooncake-token, readOnly: true}
 - {name: own, mountPath: {{ include "mooncake.own" . }}}
@@ -290,10 +300,28 @@ mooncake enrol --signer http://{{ include "mooncake.signer" .root }}:8300 --plac
 {{- end }}
 {{- end -}}
 
+{{/* Where pods of one node find each other's memory; empty: they do not. */}}
+{{- define "mooncake.sockets" -}}
+{{- if and .root.Values.pods.shmPath (has .role (list "prefill" "decode" "kvstore")) }}/run/mooncake{{ end -}}
+{{- end -}}
+
 {{/* The init containers of a role's pods. */}}
 {{- define "mooncake.initContainers" -}}
 {{- if and .root.Values.model.download.source (ne .role "head") }}
 {{ include "mooncake.download" . }}
+{{- end }}
+{{- with include "mooncake.sockets" . }}
+# The kubelet makes the folder for root alone.
+- name: sockets
+  image: {{ include "mooncake.image" $.root }}
+  imagePullPolicy: {{ $.root.Values.image.pullPolicy }}
+  securityContext: {{- toYaml (mergeOverwrite (deepCopy ($.root.Values.securityContext | default dict))
+    (dict "runAsUser" 0 "runAsGroup" 0 "runAsNonRoot" false)) | nindent 4 }}
+  resources: {{- toYaml $.root.Values.smallResources | nindent 4 }}
+  command: [/bin/sh, -ec]
+  args: [exec chmod 1777 {{ . }}]
+  volumeMounts:
+    - {name: sockets, mountPath: {{ . }}}
 {{- end }}
 - name: enrol
   image: {{ include "mooncake.image" .root }}
@@ -611,6 +639,9 @@ exec mooncake serve{{ if ne .role "kvstore" }} {{ .root.Values.model.path | squo
 {{- include "mooncake.portTls" (dict "root" .root "port" "health") }}
 {{- if .root.Values.pods.rdma }} \
   --require-transport rdma
+{{- end }}
+{{- with include "mooncake.sockets" . }} \
+  --shm-directory {{ . }}
 {{- end }}
 {{- if eq .role "kvstore" }} \
   --admin-host "$POD_IP" --admin-port 8100 --dram {{ .values.dram | squote }}

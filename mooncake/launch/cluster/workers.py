@@ -109,6 +109,7 @@ def cluster_workers(
             seeds=list(config.seeds),
             cluster_secret=cluster_secret,
             transfer_protocols=list(choose_protocols(names, config.transfer_protection)),
+            shm_directory=os.path.abspath(config.shm_directory) if config.shm_directory else "",
             transfer_protection=config.transfer_protection,
             rdma=_rdma_settings(config),
             model=str(plan.model.path),

@@ -212,6 +212,9 @@ class ServeConfig:
         OneOf("shm", "rdma", "tcp"), CLUSTER, "NAME",
         "move KV only by this transport; a worker that cannot use it does not start, and gateways "
         "use no worker that moves KV by another one (default: see --transport)")
+    shm_directory: str | None = setting(None, text, CLUSTER, "DIR",
+        "directory of this machine in which workers find each other's shared memory, if they have "
+        "networks of their own, as pods have (default: they share a network and /dev/shm)")
     transfer_protection: str = setting("auto", OneOf("auto", *PROTECTIONS), CLUSTER, "KIND",
         "protection of KV on sockets: none, mac (against changes) or encrypt (against readers "
         "too); auto: mac, or none if workers listen on loopback; RDMA cannot encrypt")

@@ -89,16 +89,16 @@ def address_towards(address: str) -> str:
         raise Unavailable(f"this machine has no route to {address}: {error}") from error
 
 
-def boot_id() -> str:
+def boot_id(shm_directory: str = "") -> str:
     """Return a name for this boot of this machine. It is equal exactly for processes that can share
-    memory.
+    memory: which find each other in `shm_directory`, or have one /dev/shm.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         boot = host_name()
     try:
-        found = os.stat("/dev/shm")
+        found = os.stat(shm_directory or "/dev/shm")
     except OSError:
         return f"{boot}-0"
     # Every tmpfs has the same number for its root: only the device tells two containers apart.

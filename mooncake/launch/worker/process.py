@@ -90,7 +90,8 @@ def _transfer_config(settings: WorkerSettings, advertise_host: str | None) -> Tr
     listen = ListenAddress(settings.bind_host, advertise_host, settings.bind_ports)
     return TransferConfig(
         secret=settings.cluster_secret,
-        host=machine_facts.boot_id(),
+        host=machine_facts.boot_id(settings.shm_directory),
+        shm_directory=settings.shm_directory,
         protocols=settings.transfer_protocols,
         protection=choose_protection(settings.transfer_protection),
         tcp=TcpSettings(listen=listen),

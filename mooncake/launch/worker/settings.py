@@ -37,6 +37,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cluster_secret: str
     """The cluster secret, or the text of a worker's credential."""
     transfer_protocols: list[str]
+    shm_directory: str = ""
+    """See `TransferConfig`."""
     transfer_protection: str = AUTO
     rdma: RdmaSettings = RdmaSettings()
     model: str

@@ -1,5 +1,5 @@
-"""What settings, handshakes and peers name: endpoints ("host:port", or "@name" for a socket that
-only processes of this host can reach), peers, and protections of bytes.
+"""What settings, handshakes and peers name: endpoints ("host:port", or "@name" and "/path" for a
+socket that only processes of this host can reach), peers, and protections of bytes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ Address = tuple[str, int] | str
 
 def address_of(endpoint: str) -> Address:
     """Return the address of an endpoint. Raises ConfigError."""
+    if endpoint.startswith("/"):
+        return endpoint
     return "\0" + endpoint[1:] if endpoint.startswith("@") else parse_endpoint(endpoint)
 
 

@@ -24,6 +24,7 @@ from mooncake.transfer.net.session import OwnerStream, Welcome
 from mooncake.transfer.regions import RegionTable
 from mooncake.transfer.shm import wire
 from mooncake.transfer.shm.peer import ShmPeer
+from mooncake.transfer.shm.place import Place, directory_of
 
 
 class ShmBackend:
@@ -39,7 +40,11 @@ class ShmBackend:
         loop: IoLoop,
         router: Router,
         host: str,
+        directory: str = "",
     ) -> None:
+        """`directory`: where peers find each other, if not in one network. All processes of `host`
+        have the same.
+        """
         self.table = table
         self.pool = pool
         self.loop = loop
@@ -50,7 +55,8 @@ class ShmBackend:
             self.protocol, credentials, self._new_peer, self._end_peer
         )
         self._host = host
-        self._owner = ShmOwner(credentials, table, loop)
+        self._directory = directory
+        self._owner = ShmOwner(credentials, table, loop, directory)
 
     @property
     def endpoint(self) -> str:
@@ -62,7 +68,11 @@ class ShmBackend:
         return self._owner.listener.num_sessions
 
     def reaches(self, peer: SegmentRef) -> bool:
-        return peer.host == self._host and self.protocol in peer.endpoints
+        """Return whether a peer shares memory with us. No socket elsewhere is ever touched."""
+        place = peer.endpoints.get(self.protocol)
+        return (
+            peer.host == self._host and place is not None and directory_of(place) == self._directory
+        )
 
     def start(self, job: Job) -> None:
         try:
@@ -101,29 +111,28 @@ _MAX_SESSIONS = 1024
 
 
 class ShmOwner:
-    """The owner's side: hands our regions to proven clients on this host. It listens on an abstract
-    Unix socket, so no file is left behind when the process dies.
+    """The owner's side: hands our regions to proven clients on this host.
 
     Lives in one I/O loop. Other threads touch only its pages, when they withdraw a region or ask
     whether a client copies by a grant.
     """
 
-    def __init__(self, credentials: Credentials, table: RegionTable, loop: IoLoop) -> None:
+    def __init__(
+        self, credentials: Credentials, table: RegionTable, loop: IoLoop, directory: str
+    ) -> None:
+        """Raises ConfigError when no socket can be made in `directory`."""
         self._table = table
         self._loop = loop
         self._lock = threading.Lock()
+        self._place = Place(credentials.ids.hex(8), directory)
         self._page = wire.StatePage()
         self._hands: dict[int, wire.Hands] = {}
         """Hands of the clients that may copy, by our end of their pipe."""
         self._closed = False
-        name = f"mooncake-{credentials.ids.hex(8)}"
-        self.endpoint = f"@{name}"
-        sock = socket.socket(socket.AF_UNIX)
-        sock.bind(f"\0{name}")
-        sock.listen(128)
+        self.endpoint = self._place.endpoint
         table.watch_withdrawals(self._withdraw)
         self.listener: Listener[ShmSession] = Listener(
-            sock,
+            self._place.socket,
             loop,
             "shared-memory",
             _MAX_SESSIONS,
@@ -192,6 +201,7 @@ class ShmOwner:
         with self._lock:
             self._closed = True
             self._page.close()
+        self._place.forget()
         self._loop.post(self._hang_up)
 
     def _hang_up(self) -> None:

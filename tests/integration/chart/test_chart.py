@@ -263,6 +263,29 @@ def test_rdma_is_used_or_the_worker_does_not_start() -> None:
 
 
 @needs_helm
+def test_pods_of_a_node_share_memory_by_sockets_in_a_folder_of_the_node() -> None:
+    shared = "pods.shmPath=/run/kv"
+    for role, (document, container) in pods(rendered(*SETTINGS, shared)).items():
+        spec = document["spec"]["template"]["spec"]
+        folders = [each["hostPath"] for each in spec["volumes"] if each["name"] == "sockets"]
+        [place] = [
+            each["mountPath"] for each in container["volumeMounts"] if each["name"] == "sockets"
+        ] or [None]
+        assert served(container).shm_directory == place
+        opens = [each for each in spec["initContainers"] if each["name"] == "sockets"]
+        if role == "gateway":
+            assert (place, folders, opens) == (None, [], []), "it moves no KV"
+        else:
+            assert folders == [{"path": "/run/kv", "type": "DirectoryOrCreate"}]
+            [context] = [each["securityContext"] for each in opens]
+            assert (context["runAsUser"], context["capabilities"]["drop"]) == (0, ["ALL"])
+    for _, container in pods(rendered(*SETTINGS)).values():
+        assert served(container).shm_directory is None
+    with pytest.raises(ValueError, match=r"decode\.shmPath: all roles .*; give pods\.shmPath"):
+        rendered(*SETTINGS, "decode.shmPath=/run/kv")
+
+
+@needs_helm
 def test_what_is_mounted_named_and_selected_is_there() -> None:
     for document, container in pods(rendered(*SETTINGS)).values():
         spec = document["spec"]["template"]["spec"]

@@ -160,6 +160,7 @@ def test_a_pod_that_sees_more_is_noticed(leak: dict[str, Any]) -> None:
     [
         ("pods.rdma=true", "prefill: capabilities"),
         ("prefill.hostNetwork=true", "hostNetwork"),
+        ("pods.shmPath=/run/kv", "sockets: root"),
         ("podSecurityContext.runAsUser=0", "prefill: root"),
         ("model.volume.hostPath.path=/m", "hostPath"),
     ],

@@ -48,7 +48,11 @@ def names(cluster: Cluster, role: str) -> list[str]:
 
 
 def test_a_killed_pod_of_any_kind_is_a_pause_and_no_pod_is_the_cluster(tmp_path: Path) -> None:
-    more = {"decode": {"replicas": 2}}
+    # Those who are killed leave their sockets behind, and the next ones find others by theirs.
+    more: dict[str, dict[str, object]] = {
+        "decode": {"replicas": 2},
+        "pods": {"shmPath": f"{tmp_path}/sockets"},
+    }
     with cluster_in(tmp_path, {IMAGE: image()}, nodes=2, more=more) as cluster:
         cluster.helm("install", RELEASE, str(CHART), "-f", f"{tmp_path}/values.yaml")
         cluster.wait_until_rolled_out()
@@ -56,6 +60,14 @@ def test_a_killed_pod_of_any_kind_is_a_pause_and_no_pod_is_the_cluster(tmp_path:
 
         def ask() -> Answer:
             return streamed(url, PROMPT, NUM_TOKENS)
+
+        def moved(protocol: str) -> float:
+            """Return the bytes that engines have moved so, as gateways have heard."""
+            workers = httpx.get(f"{url}/v1/cluster/status").json()["workers"]
+            name = f"transfer_{protocol}_bytes"
+            return sum(
+                float(each["load"]["counters"].get(name, 0)) for each in workers if each["load"]
+            )
 
         def answered() -> bool:
             try:
@@ -66,6 +78,8 @@ def test_a_killed_pod_of_any_kind_is_a_pause_and_no_pod_is_the_cluster(tmp_path:
         expected = ask().tokens
         assert len(expected) == NUM_TOKENS
         assert ask().num_cached_tokens, "the second finds the first's prompt"
+        cluster.wait_for(lambda: moved("shm") > 0, "KV between the memories of pods")
+        assert moved("tcp") == 0
 
         for role in WORKERS:
             answers: list[Answer] = []
@@ -86,6 +100,7 @@ def test_a_killed_pod_of_any_kind_is_a_pause_and_no_pod_is_the_cluster(tmp_path:
         cluster.wait_for(answered, "an answer of the new gateways")
         assert {role: started(cluster, role) for role in WORKERS} == before, "workers wait for them"
         assert ask().num_cached_tokens, "caches are warm"
+        assert moved("shm") > moved("tcp") == 0
 
         [pod] = cluster.present("prefill")
         cluster.lose(pod["spec"]["nodeName"])

@@ -10,14 +10,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from mooncake.base.errors import ProtocolError
+from mooncake.base.clock import MonotonicClock
+from mooncake.base.errors import ConfigError, ProtocolError
 from mooncake.base.ids import SystemIds
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.base.rights import CredentialRole
 from mooncake.identity import own_credential
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
+from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.grants import Fence
 from mooncake.transfer.local import MAX_HANDS
 from mooncake.transfer.memory import map_shared, map_words
@@ -98,6 +101,48 @@ def test_a_client_gets_the_memory_it_asks_for_and_no_other(owner: RoutedTransfer
         assert (refused.region_id, refused.unshared, none) == (region_id, unshared, [])
     os.close(fds[0])
     client.close()
+
+
+def in_directory(directory: Path, engine_id: str) -> RoutedTransfer:
+    """Return an engine whose peers find it in a directory."""
+    config = TransferConfig(
+        secret="secret", host="host", protocols=["shm"], shm_directory=str(directory)
+    )
+    return open_transfer(config, engine_id, MonotonicClock())
+
+
+def test_peers_of_networks_of_their_own_find_each_other_in_a_directory(tmp_path: Path) -> None:
+    """Who was killed has left a file there; who ends leaves none."""
+    left, other = tmp_path / "mooncake-left", tmp_path / "other"
+    for file in (left, other):
+        with socket.socket(socket.AF_UNIX) as ended:
+            ended.bind(str(file))
+            ended.listen()
+    with (
+        contextlib.closing(in_directory(tmp_path, "us")) as us,
+        contextlib.closing(in_directory(tmp_path, "peer")) as peer,
+    ):
+        theirs, ours = peer.allocate(100, "kv"), us.allocate(100, "kv")
+        theirs.buffer[:] = bytes(range(100))
+        ops = [TransferOp(ours.region_id, 0, theirs.region_id, 0, 100)]
+        assert move(us, Op.READ, peer.segment, ops).error is None
+        assert bytes(ours.buffer) == bytes(range(100))
+        places = {each.segment.endpoints["shm"] for each in (us, peer)}
+        assert {str(file) for file in tmp_path.iterdir()} == {*places, str(other)}
+        own = peer.segment.endpoints["shm"]
+        for place in ("@abstract", f"{tmp_path}/../{tmp_path.name}/{Path(own).name}"):
+            elsewhere = msgspec.structs.replace(peer.segment, endpoints={"shm": place})
+            assert move(us, Op.READ, elsewhere, ops).error, "nobody is looked for elsewhere"
+    assert [*tmp_path.iterdir()] == [other]
+
+
+@pytest.mark.parametrize("name", ["missing", "d" * 100])
+def test_a_directory_that_cannot_have_sockets_is_refused(tmp_path: Path, name: str) -> None:
+    if name != "missing":
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match="`shm-directory`: no socket can be made in"):
+        in_directory(tmp_path / name, "us")
+    assert not [*tmp_path.rglob("*mooncake-*")]
 
 
 def test_the_state_page_tells_of_withdrawal_and_cannot_be_written(owner: RoutedTransfer) -> None:

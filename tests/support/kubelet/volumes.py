@@ -64,7 +64,10 @@ class Volumes:
     def _made(self, volume: Object) -> Path:
         folder = self._folder / volume["name"]
         if "hostPath" in volume:
-            return Path(volume["hostPath"]["path"])
+            there = Path(volume["hostPath"]["path"])
+            if volume["hostPath"].get("type") == "DirectoryOrCreate":
+                there.mkdir(mode=0o755, parents=True, exist_ok=True)
+            return there
         if "persistentVolumeClaim" in volume:
             folder = self._claims / volume["persistentVolumeClaim"]["claimName"]
         elif "emptyDir" not in volume and self._files(volume) is None:

@@ -168,4 +168,4 @@ def on_this_machine(config: TransferConfig, host: str) -> TransferConfig:
     """Return a lead's transfer config, adapted to a rank's own machine."""
     listen = ListenAddress(host, ports=config.tcp.listen.ports)
     tcp = dataclasses.replace(config.tcp, listen=listen)
-    return dataclasses.replace(config, host=machine_facts.boot_id(), tcp=tcp)
+    return dataclasses.replace(config, host=machine_facts.boot_id(config.shm_directory), tcp=tcp)
