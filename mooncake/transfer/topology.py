@@ -217,6 +217,11 @@ def read_ports(device: str, sysfs: Path = SYSFS) -> list[PortFacts]:
     ]
 
 
+def gid_to_use(port: PortFacts) -> int | None:
+    """Return the index of the GID at which peers reach a port; None: there is none."""
+    return choose_gid(port.gids) if port.ethernet else min(port.gids, default=None)
+
+
 def choose_gid(gids: Mapping[int, tuple[bytes, str]]) -> int | None:
     """Return the index of the GID to use on Ethernet, or None.
 

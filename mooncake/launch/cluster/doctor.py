@@ -11,6 +11,7 @@ import ctypes
 import datetime
 import importlib.metadata
 import io
+import ipaddress
 import os
 import platform
 import resource
@@ -42,7 +43,7 @@ from mooncake.launch.config.config import resolve
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host import machine_facts
 from mooncake.transfer.rdma.verbs import has_pyverbs
-from mooncake.transfer.topology import list_rdma_devices
+from mooncake.transfer.topology import gid_to_use, list_rdma_devices, read_ports
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 FILES = 65536
@@ -124,7 +125,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def nics(sysfs: Path = SYSFS) -> Iterator[Finding]:
-    """Check RDMA devices, the state of their ports, and the GIDs that peers reach."""
+    """Check RDMA devices, the state of their ports, and the GID at which peers reach each."""
     devices = list_rdma_devices(sysfs)
     if not devices:
         yield judged("rdma", "no device: KV moves by TCP between machines")
@@ -133,14 +134,18 @@ def nics(sysfs: Path = SYSFS) -> Iterator[Finding]:
         found = f"{', '.join(devices)}, and pyverbs is not installed"
         yield judged("rdma", found, "pip install 'mooncake-serve[rdma]'")
     for device in devices:
-        for port in sorted((sysfs / "class/infiniband" / device / "ports").iterdir()):
-            state = (port / "state").read_text().strip()
-            gids = [gid.read_text().strip() for gid in sorted((port / "gids").iterdir())]
-            usable = [gid for gid in gids if gid.replace(":", "").strip("0")]
-            good = "ACTIVE" in state and bool(usable)
-            todo = "" if good else "bring its link up, or leave it out: --rdma-device"
-            name, found = f"rdma {device} port {port.name}", f"{state}, {len(usable)} GIDs"
-            yield judged(name, found, todo, fails=False)
+        for port in read_ports(device, sysfs):
+            index, todo = gid_to_use(port), ""
+            found = "its link is up" if port.active else "its link is down"
+            if index is None:
+                found += ", no GID that peers reach"
+                todo = "give its interface an IP address, or leave it out: --rdma-device"
+            else:
+                at = ipaddress.IPv6Address(port.gids[index][0])
+                found += f", peers reach GID {index} ({at.ipv4_mapped or at})"
+            if not port.active:
+                todo = "bring its link up, or leave it out: --rdma-device"
+            yield judged(f"rdma {device} port {port.port}", found, todo, fails=False)
 
 
 def limits() -> Iterator[Finding]:

@@ -22,7 +22,7 @@ from typing import Any
 from mooncake.base.errors import ConfigError, TransferError
 from mooncake.transfer.rdma.nic import Completion, Outcome, WorkRequest
 from mooncake.transfer.rdma.wire import NicAddress, PairAddress
-from mooncake.transfer.topology import PortFacts, choose_gid, list_rdma_devices, read_ports
+from mooncake.transfer.topology import PortFacts, gid_to_use, list_rdma_devices, read_ports
 
 DISTRIBUTION_PACKAGES = "/usr/lib/python3/dist-packages"
 _MODULES = ("addr", "cq", "device", "enums", "mr", "pd", "pyverbs_error", "qp", "wr")
@@ -143,7 +143,7 @@ class VerbsNic:
         attributes = self._context.query_port(port.port)
         index = choices.gid_index
         if index is None:
-            index = choose_gid(port.gids) if port.ethernet else min(port.gids, default=0)
+            index = gid_to_use(port)
         if index is None or index not in port.gids:
             raise ValueError(
                 f"port {port.port} has no usable GID (asked: {choices.gid_index}; there are "

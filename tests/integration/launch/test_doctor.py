@@ -153,21 +153,36 @@ def system_files(folder: Path, files: dict[str, str]) -> Path:
 PORT = "class/infiniband/mlx5_0/ports/1"
 
 
+REACHED = "0000:0000:0000:0000:0000:ffff:0a00:0007"
+UP, DOWN = "4: ACTIVE", "1: DOWN"
+
+
 @pytest.mark.parametrize(
-    ("state", "gid", "wanted"),
+    ("state", "layer", "gid", "kind", "wanted"),
     [
-        ("4: ACTIVE", "fe80:0000:0000:0000:0000:0000:0000:0001", ("ok", "4: ACTIVE, 1 GIDs")),
-        ("1: DOWN", "fe80:0000:0000:0000:0000:0000:0000:0001", ("warn", "1: DOWN, 1 GIDs")),
-        ("4: ACTIVE", "0000:0000:0000:0000:0000:0000:0000:0000", ("warn", "4: ACTIVE, 0 GIDs")),
+        (UP, "Ethernet", REACHED, "RoCE v2", "ok, its link is up, peers reach GID 3 (10.0.0.7)"),
+        (UP, "InfiniBand", "fe80" + 6 * ":0000" + ":0001", "",
+         "ok, its link is up, peers reach GID 3 (fe80::1)"),
+        (DOWN, "Ethernet", REACHED, "RoCE v2",
+         "warn, its link is down, peers reach GID 3 (10.0.0.7)"),
+        (UP, "Ethernet", REACHED, "IB/RoCE v1", "warn, its link is up, no GID that peers reach"),
+        (UP, "Ethernet", "0000" + 7 * ":0000", "", "warn, its link is up, no GID that peers reach"),
     ],
-)
+)  # fmt: skip
 def test_nics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, gid: str, wanted: tuple[str, str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    state: str,
+    layer: str,
+    gid: str,
+    kind: str,
+    wanted: str,
 ) -> None:
-    sysfs = system_files(tmp_path, {f"{PORT}/state": state, f"{PORT}/gids/0": gid})
+    files = {"state": state, "link_layer": layer, "gids/3": gid, "gid_attrs/types/3": kind}
+    sysfs = system_files(tmp_path, {f"{PORT}/{name}": text for name, text in files.items()})
     monkeypatch.setattr(doctor, "has_pyverbs", lambda: True)
     [finding] = doctor.nics(sysfs)
-    assert (finding.state, finding.found) == wanted
+    assert f"{finding.state}, {finding.found}" == wanted
     monkeypatch.setattr(doctor, "has_pyverbs", lambda: False)
     first, *_ = doctor.nics(sysfs)
     assert (first.state, first.todo) == ("fail", "pip install 'mooncake-serve[rdma]'")
