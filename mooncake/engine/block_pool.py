@@ -8,94 +8,9 @@ A page is *held* (one or more references), *cached* (no reference, but its conte
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import KeysView, Sequence
+from collections.abc import Sequence
 
 from mooncake.base.blocks import BlockKey
-
-
-class PrefixCache:
-    """Maps block keys to pages, one to one, with a net log of changes."""
-
-    def __init__(self) -> None:
-        self._page_of: dict[BlockKey, int] = {}
-        self._key_of: dict[int, BlockKey] = {}
-        # Dictionaries serve as ordered sets. A key that came and went between two reads is in
-        # neither, so the order in which a reader applies the two lists does not matter.
-        self._stored: dict[BlockKey, None] = {}
-        self._removed: dict[BlockKey, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._page_of)
-
-    @property
-    def pages(self) -> KeysView[int]:
-        """The pages that are published."""
-        return self._key_of.keys()
-
-    def match(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Return the pages of the longest cached prefix of `keys`."""
-        pages: list[int] = []
-        for key in keys:
-            page = self._page_of.get(key)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
-
-    def key_of(self, page: int) -> BlockKey | None:
-        """Return the key published for `page`."""
-        return self._key_of.get(page)
-
-    def publish(self, key: BlockKey, page: int) -> bool:
-        """Cache `page` under `key`. Returns False when `key` has a page already, which stays.
-
-        Raises:
-            ValueError: the page is published under another key.
-        """
-        if key in self._page_of:
-            return False
-        if page in self._key_of:
-            raise ValueError(f"page {page} is published under another key")
-        self._page_of[key] = page
-        self._key_of[page] = key
-        if key in self._removed:
-            del self._removed[key]
-        else:
-            self._stored[key] = None
-        return True
-
-    def forget_page(self, page: int) -> None:
-        """Remove `page` from the cache if it is there."""
-        key = self._key_of.pop(page, None)
-        if key is None:
-            return
-        del self._page_of[key]
-        if key in self._stored:
-            del self._stored[key]
-        else:
-            self._removed[key] = None
-
-    def page_of(self, key: BlockKey) -> int | None:
-        """Return the page published under `key`."""
-        return self._page_of.get(key)
-
-    def drain_events(self) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Return the keys (stored, removed) since the last call, in order. Keys that were stored
-        and removed since then cancel out.
-        """
-        stored, removed = list(self._stored), list(self._removed)
-        self._stored.clear()
-        self._removed.clear()
-        return stored, removed
-
-    def inventory(self) -> list[BlockKey]:
-        """Return all keys, oldest publication first."""
-        return list(self._page_of)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the two maps are inverse to each other."""
-        if {page: key for key, page in self._page_of.items()} != self._key_of:
-            raise AssertionError("prefix cache: key -> page and page -> key do not agree")
 
 
 class BlockPool:
@@ -121,7 +36,13 @@ class BlockPool:
         """The pages that are cached and not held, the least recently released first. (The first
         entry of a plain `dict` is found by passing all that were removed before it.)
         """
-        self._cache = PrefixCache()
+        self._page_of: dict[BlockKey, int] = {}
+        self._key_of: dict[int, BlockKey] = {}
+        """The published pages, one to one with their keys."""
+        # Dictionaries serve as ordered sets. A key that came and went between two reads is in
+        # neither, so the order in which a reader applies the two lists does not matter.
+        self._stored: dict[BlockKey, None] = {}
+        self._removed: dict[BlockKey, None] = {}
         self._caches = caches
 
     @property
@@ -157,7 +78,7 @@ class BlockPool:
 
     def key_of(self, page: int) -> BlockKey | None:
         """Return the key under which `page` is published, or None."""
-        return self._cache.key_of(page)
+        return self._key_of.get(page)
 
     def allocate(self, num_pages: int) -> list[int] | None:
         """Return `num_pages` pages with one reference each and undefined content, or None when
@@ -175,7 +96,7 @@ class BlockPool:
                 page = most.pop()
             else:
                 page, _ = self._cached.popitem(last=False)
-                self._cache.forget_page(page)
+                self._withdraw(page)
             self._refs[page] = 1
             pages.append(page)
         return pages
@@ -209,7 +130,7 @@ class BlockPool:
                 raise ValueError(f"page {page} is released more often than it was held")
             self._refs[page] -= 1
             if self._refs[page] == 0:
-                if self._cache.key_of(page) is None:
+                if page not in self._key_of:
                     self._add_free(page)
                 else:
                     self._cached[page] = None
@@ -218,7 +139,13 @@ class BlockPool:
         """Return the pages of the longest prefix of `keys` that is here, without adding
         references.
         """
-        return self._cache.match(keys)
+        pages: list[int] = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
 
     def publish(self, key: BlockKey, page: int) -> bool:
         """Cache a held page under `key`; nothing may write to it any more.
@@ -231,34 +158,57 @@ class BlockPool:
         """
         if self._refs[page] < 1:
             raise ValueError(f"page {page} is not held and cannot be published")
-        return self._caches and self._cache.publish(key, page)
+        if not self._caches or key in self._page_of:
+            return False
+        if page in self._key_of:
+            raise ValueError(f"page {page} is published under another key")
+        self._page_of[key] = page
+        self._key_of[page] = key
+        if key in self._removed:
+            del self._removed[key]
+        else:
+            self._stored[key] = None
+        return True
 
     def forget(self, key: BlockKey) -> None:
         """Remove `key` from the cache, for instance because its content proved to be wrong."""
-        page = self._cache.page_of(key)
+        page = self._page_of.get(key)
         if page is None:
             return
-        self._cache.forget_page(page)
+        self._withdraw(page)
         if page in self._cached:
             del self._cached[page]
             self._add_free(page)
 
     def drain_events(self) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Return the keys (stored, removed) since the last call. Keys that were stored and removed
-        since then cancel out.
+        """Return the keys (stored, removed) since the last call, in order. Keys that were stored
+        and removed since then cancel out.
         """
-        return self._cache.drain_events()
+        stored, removed = list(self._stored), list(self._removed)
+        self._stored.clear()
+        self._removed.clear()
+        return stored, removed
 
     def inventory(self) -> list[BlockKey]:
         """Return all published keys, oldest first."""
-        return self._cache.inventory()
+        return list(self._page_of)
+
+    def _withdraw(self, page: int) -> None:
+        """Remove a published page from the cache."""
+        key = self._key_of.pop(page)
+        del self._page_of[key]
+        if key in self._stored:
+            del self._stored[key]
+        else:
+            self._removed[key] = None
 
     def _add_free(self, page: int) -> None:
         self._free[page // self._pages_of_home].append(page)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each page is exactly one of free, cached and held."""
-        self._cache.check_integrity()
+        if {page: key for key, page in self._page_of.items()} != self._key_of:
+            raise AssertionError("block pool: key -> page and page -> key do not agree")
         held = {page for page, refs in enumerate(self._refs) if refs > 0}
         free = [page for pages in self._free for page in pages]
         places = [*free, *self._cached, *sorted(held)]
@@ -270,7 +220,7 @@ class BlockPool:
         for home, pages in enumerate(self._free):
             if any(page // self._pages_of_home != home for page in pages):
                 raise AssertionError(f"block pool: pages {pages} are free where they do not lie")
-        published = self._cache.pages
+        published = self._key_of.keys()
         if not published.isdisjoint(free):
             raise AssertionError(f"block pool: free pages {published & set(free)} are published")
         if not self._cached.keys() <= published:

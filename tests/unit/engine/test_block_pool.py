@@ -151,3 +151,39 @@ def test_integrity_check_sees_a_page_in_two_places() -> None:
     pool._free[0].append(0)
     with pytest.raises(AssertionError, match=r"free 2 \+ cached 0 \+ held 1"):
         pool.check_integrity()
+
+
+def test_matches_the_longest_prefix_only() -> None:
+    pool = BlockPool(4)
+    first, last = take(pool, 2)
+    pool.publish(A, first)
+    pool.publish(C, last)
+    assert pool.match([A, B, C]) == [first]
+    assert pool.match([B, C]) == []
+    assert pool.match([A, C]) == [first, last]
+
+
+def test_a_page_has_one_key() -> None:
+    pool = BlockPool(4)
+    [page] = take(pool, 1)
+    pool.publish(A, page)
+    with pytest.raises(ValueError, match=f"page {page}"):
+        pool.publish(B, page)
+    pool.check_integrity()
+
+
+def test_events_tell_the_balance_since_last_time() -> None:
+    pool = BlockPool(4)
+    pages = take(pool, 3)
+    pool.publish(A, pages[0])
+    pool.publish(B, pages[1])
+    pool.forget(B)
+    assert pool.drain_events() == ([A], [])  # B came and went unseen
+    pool.forget(A)
+    pool.publish(A, pages[2])
+    assert pool.drain_events() == ([], [])  # A only moved
+    pool.forget(A)
+    pool.publish(C, pages[2])
+    assert pool.drain_events() == ([C], [A])
+    assert pool.drain_events() == ([], [])
+    assert pool.inventory() == [C]
