@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -21,7 +19,7 @@ from mooncake.api.backend import Backend, GatewayBackend
 from mooncake.api.batches.in_process import ask
 from mooncake.api.batches.service import BatchService
 from mooncake.api.config import ApiConfig
-from mooncake.api.errors import AnthropicError, ApiError, ErrorReply
+from mooncake.api.errors import ApiError
 from mooncake.api.http.access import RECEIPT, Access, Keyring, unlimited_keys
 from mooncake.api.http.event_loop import watch_loop
 from mooncake.api.http.repeats import REPLAYED
@@ -29,44 +27,15 @@ from mooncake.api.http.response import ErrorResponse
 from mooncake.api.http.router import App, Router
 from mooncake.api.http.tracing import AccessLog, Tracing
 from mooncake.api.model import ServedModel
-from mooncake.api.routes.chat import chat_routes
-from mooncake.api.routes.completions import completion_routes
 from mooncake.api.routes.files import batch_routes, file_routes
-from mooncake.api.routes.messages import messages_routes
-from mooncake.api.routes.mode import ModeReply, UpdateWeightsRequest, mode_routes
+from mooncake.api.routes.generation import generation_routes
+from mooncake.api.routes.mode import mode_routes
 from mooncake.api.routes.models import model_routes
 from mooncake.api.routes.operations import operation_routes
 from mooncake.api.routes.page import page_routes
 from mooncake.api.routes.receipts import receipt_routes
-from mooncake.api.routes.responses import responses_routes
-from mooncake.api.routes.tokens import DetokenizeRequest, TokenizeRequest, token_routes
+from mooncake.api.routes.tokens import token_routes
 from mooncake.api.running_calls import Serving
-from mooncake.api.schema.batches import (
-    BatchList,
-    BatchObject,
-    BatchRequest,
-    FileDeleted,
-    FileList,
-    FileObject,
-)
-from mooncake.api.schema.chat import ChatRequest
-from mooncake.api.schema.completion import CompletionRequest
-from mooncake.api.schema.messages import (
-    CountTokensRequest,
-    MessageReply,
-    MessagesRequest,
-    TokenCount,
-)
-from mooncake.api.schema.replies import (
-    ChatReply,
-    CompletionReply,
-    DetokenizeReply,
-    ModelCard,
-    ModelList,
-    TokenizeReply,
-    TokenizerInfoReply,
-)
-from mooncake.api.schema.responses import ResponseReply, ResponsesRequest
 from mooncake.base import (
     Clock,
     IdSource,
@@ -77,7 +46,6 @@ from mooncake.base import (
 )
 from mooncake.telemetry.events import BatchesSeen, Recorder, Recorders
 from mooncake.telemetry.health import Vitals
-from mooncake.telemetry.receipt import Bundle, Receipt
 from mooncake.telemetry.receipts import Receipts
 from mooncake.telemetry.traces import Tracer
 
@@ -87,20 +55,9 @@ _ERROR_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 
 _ROUTES = (
-    chat_routes, completion_routes, responses_routes, messages_routes, model_routes,
-    token_routes, receipt_routes, operation_routes, mode_routes, page_routes,
+    generation_routes, model_routes, token_routes, receipt_routes, operation_routes, mode_routes,
+    page_routes,
 )  # fmt: skip
-
-_BODIES: list[type[BaseModel]] = [
-    ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountTokensRequest,
-    TokenizeRequest, DetokenizeRequest, BatchRequest, UpdateWeightsRequest,
-]  # fmt: skip
-
-_REPLIES: list[type[msgspec.Struct]] = [
-    ChatReply, CompletionReply, ResponseReply, MessageReply, TokenCount, ModelCard, ModelList,
-    TokenizeReply, TokenizerInfoReply, DetokenizeReply, ModeReply, Receipt, Bundle, ErrorReply,
-    AnthropicError, FileObject, FileList, FileDeleted, BatchObject, BatchList,
-]  # fmt: skip
 
 
 def create_app(
@@ -149,7 +106,7 @@ def create_app(
         router.include(routes(api_server))
     router.include(file_routes(batches))
     router.include(batch_routes(api_server, batches))
-    app = App(router, _BODIES, _REPLIES)
+    app = App(router)
     app.state.batches = batches
     if tracer is not None:
         app.add_middleware(Tracing, tracer=tracer, clock=clock, model_name=api_server.names[0])

@@ -1,6 +1,5 @@
 """Makes the call that a `ChatRequest` asks for, one request for an answer to a conversation, and
-writes the messages of its answers in OpenAI's form. All chat APIs are translated to a
-`ChatRequest`. No state.
+writes its answers in OpenAI's form. All chat APIs are translated to a `ChatRequest`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,19 @@ from mooncake.api.generation.sampling import (
     text_options,
     with_grammar,
 )
+from mooncake.api.http.response import DONE, OpenAiRenderer, call_usage, event
 from mooncake.api.schema.chat import ChatRequest
-from mooncake.api.schema.replies import ChatText, FunctionText, ToolCallReply
+from mooncake.api.schema.replies import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatLogprobs,
+    ChatReply,
+    ChatText,
+    FunctionText,
+    ToolCallReply,
+    encode,
+)
 from mooncake.api.text.answer import Delta, Marker, Piece, reasoning_is_open
 from mooncake.api.text.conversation import render_conversation
 from mooncake.api.text.tokenizer import Window
@@ -240,3 +250,89 @@ def _tool_call(piece: Piece) -> ToolCallReply:
     if piece.call_id is not None and piece.name is not None:
         reply.id, reply.type, function.name = piece.call_id, "function", piece.name
     return reply
+
+
+class ChatRenderer(OpenAiRenderer[ChatRequest]):
+    """Writes chat replies and chunks."""
+
+    def __init__(self, api_server: ApiServer, body: ChatRequest) -> None:
+        super().__init__(api_server, body)
+        self._writer = MessageWriter(body)
+
+    def whole(self, call: Call, deltas: list[Delta]) -> bytes:
+        body = self._body
+        prompt_tokens = call.requests[0].prompt_tokens
+        prompt_logprobs = deltas[0].prompt_logprobs
+        reply = ChatReply(
+            id=call.call_id,
+            object="chat.completion",
+            created=self._created,
+            model=self._model,
+            system_fingerprint=self._fingerprint,
+            choices=[
+                ChatChoice(
+                    index=delta.index,
+                    message=self._writer.whole(delta),
+                    logprobs=self._logprobs(delta),
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
+                    token_ids=delta.tokens if body.return_token_ids else UNSET,
+                    schema_errors=delta.schema_errors or UNSET,
+                )
+                for delta in deltas
+            ],
+            usage=call_usage(call),
+            prompt_token_ids=prompt_tokens.tolist() if body.return_token_ids else UNSET,
+        )
+        if prompt_logprobs is not None:
+            reply.prompt_logprobs = self._speller.prompt(prompt_tokens, prompt_logprobs)
+        return encode(reply)
+
+    def begin(self, call: Call) -> list[bytes]:
+        chunks: list[bytes] = []
+        for choice in call.choices:
+            text = ChatText(role="assistant", content=self._writer.echo)
+            chunk = self._chunk(call, [ChatChunkChoice(choice.index, text, None, None)])
+            if self._body.return_token_ids and not chunks:
+                chunk.prompt_token_ids = call.requests[0].prompt_tokens.tolist()
+            chunks.append(event(encode(chunk)))
+        return chunks
+
+    def chunk(self, call: Call, delta: Delta) -> list[bytes]:
+        ended = delta.finish_reason is not None
+        told = delta.text or delta.reasoning or delta.tool_calls or delta.logprobs
+        if not (told or ended or self._body.return_token_ids):
+            return []
+        choice = ChatChunkChoice(
+            index=delta.index,
+            delta=self._writer.added(delta),
+            logprobs=self._logprobs(delta) if delta.tokens else None,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason if ended else UNSET,
+            token_ids=delta.tokens if self._body.return_token_ids else UNSET,
+            schema_errors=delta.schema_errors or UNSET,
+        )
+        return [event(encode(self._chunk(call, [choice])))]
+
+    def end(self, call: Call) -> list[bytes]:
+        if not self._body.include_usage:
+            return [DONE]
+        chunk = self._chunk(call, [])
+        chunk.usage = call_usage(call)
+        return [event(encode(chunk)), DONE]
+
+    def _chunk(self, call: Call, choices: list[ChatChunkChoice]) -> ChatChunk:
+        return ChatChunk(
+            id=call.call_id,
+            object="chat.completion.chunk",
+            created=self._created,
+            model=self._model,
+            system_fingerprint=self._fingerprint,
+            choices=choices,
+            usage=self._usage_so_far(call),
+        )
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if not self._body.logprobs:
+            return None
+        return self._speller.chat(delta.tokens, delta.logprobs)

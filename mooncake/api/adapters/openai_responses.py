@@ -12,6 +12,7 @@ from msgspec import UNSET
 
 from mooncake.api.adapters.parts_renderer import PartsRenderer
 from mooncake.api.adapters.translation import shared_fields, validated
+from mooncake.api.api_server import ApiServer
 from mooncake.api.generation.generation import Call
 from mooncake.api.generation.logprobs import LogprobSpeller
 from mooncake.api.http.response import event
@@ -37,7 +38,7 @@ from mooncake.api.schema.responses import (
     ToolName,
 )
 from mooncake.api.text.answer import Delta, Piece
-from mooncake.base import InvalidRequest, MooncakeError
+from mooncake.base import InvalidRequest, MooncakeError, SamplingParams
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -302,3 +303,46 @@ def response_usage(call: Call) -> ResponseUsage:
         output_tokens_details=OutputDetails(call.num_reasoning_tokens),
         total_tokens=call.num_prompt_tokens + call.num_output_tokens,
     )
+
+
+def new_response_stream(
+    api_server: ApiServer, body: ResponsesRequest, chat: ChatRequest, call: Call
+) -> ResponseStream:
+    """Return the object that writes the response to `body`, which was translated to `chat`, or its
+    events.
+    """
+    speller = None
+    if chat.logprobs:
+        speller = LogprobSpeller(api_server.model.tokenizer, as_ids=False)
+    reply = response_reply(body, call.call_id, call.requests[0].sampling)
+    reply.created_at, reply.model = api_server.now_s(), api_server.names[0]
+    return ResponseStream(reply, speller)
+
+
+def response_reply(body: ResponsesRequest, name: str, sampling: SamplingParams) -> ResponseReply:
+    """Return a response without output, which repeats the settings of the request."""
+    sent = body.model_dump(mode="json", by_alias=True, exclude_none=True, include=_REPEATED)
+    text: dict[str, Any] = {"format": {"type": "text"}} | sent.get("text", {})
+    return ResponseReply(
+        id=name,
+        created_at=0,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        model="",
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning={"effort": None, "summary": None} | sent.get("reasoning", {}),
+        temperature=sampling.temperature,
+        text=text,
+        tool_choice=sent.get("tool_choice", "auto"),
+        tools=[_NO_TOOL | tool for tool in sent.get("tools", [])],
+        top_logprobs=body.top_logprobs or 0,
+        top_p=sampling.top_p,
+        truncation=body.truncation or "disabled",
+        user=sent.get("user"),
+    )
+
+
+_REPEATED = {"text", "reasoning", "tool_choice", "tools", "user"}
+"""The fields that a response repeats as they were sent. The input, which may be long, is none."""
+_NO_TOOL = {"description": None, "parameters": None, "strict": None}

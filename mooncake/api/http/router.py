@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import msgspec
-from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from mooncake import __version__
-from mooncake.api.schema.openapi import add_schemas
+from mooncake.api.schema.openapi import with_schemas
 
 Answers = Callable[..., Awaitable[Response]]
 
@@ -32,7 +30,7 @@ class Router:
     def __init__(self) -> None:
         self.routes: list[Route] = []
         self.paths: dict[str, dict[str, Any]] = {}
-        """The `paths` of the OpenAPI document."""
+        """The `paths` of the OpenAPI document (see `openapi.with_schemas`)."""
 
     def get(
         self, path: str, described: Mapping[str, Any] | None = None
@@ -79,27 +77,17 @@ class Router:
 class App(Starlette):
     """The ASGI application of a router."""
 
-    def __init__(
-        self,
-        router: Router,
-        bodies: Sequence[type[BaseModel]] = (),
-        replies: Sequence[type[msgspec.Struct]] = (),
-    ) -> None:
-        """`bodies` and `replies`: those that descriptions of routes refer to."""
+    def __init__(self, router: Router) -> None:
         super().__init__(routes=router.routes)
         self._paths = router.paths
-        self._bodies = bodies
-        self._replies = replies
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document."""
-        document = {
+        return {
             "openapi": "3.1.0",
             "info": {"title": "Mooncake", "version": __version__},
-            "paths": self._paths,
+            **with_schemas(self._paths),
         }
-        add_schemas(document, self._bodies, self._replies)
-        return document
 
 
 def _endpoint(answers: Answers) -> Callable[[Request], Awaitable[Response]]:

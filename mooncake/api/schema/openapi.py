@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ def operation(
     """Return the description of a route: its JSON body, its reply (also as a stream, if it has one;
     None: the route describes it itself), and the body of every status other than 200.
     """
-    content: dict[str, Any] = {JSON: _schema(reply)} if reply is not None else {}
+    content: dict[str, Any] = {JSON: {"schema": reply}} if reply is not None else {}
     if stream:
         content["text/event-stream"] = {"schema": _EVENTS}
     described: dict[str, Any] = {
@@ -32,14 +32,14 @@ def operation(
             **({"200": {"description": "The answer.", "content": content}} if content else {}),
             "default": {
                 "description": "What is wrong with the request, or with the server.",
-                "content": {JSON: _schema(error)},
+                "content": {JSON: {"schema": error}},
             },
         }
     }
     if body is not None:
         described["requestBody"] = {
             "required": True,
-            "content": {JSON: _schema(body)},
+            "content": {JSON: {"schema": body}},
         }
     return described
 
@@ -52,24 +52,33 @@ def answer(media_type: str = "", schema: dict[str, Any] | None = None) -> dict[s
     return {"responses": {"200": {"description": "The answer.", **content}}}
 
 
-def add_schemas(
-    document: dict[str, Any],
-    bodies: Sequence[type[BaseModel]],
-    replies: Sequence[type[msgspec.Struct]],
-) -> None:
-    """Put the schemas of `bodies` and `replies`, and all they refer to, into `document`."""
+def with_schemas(paths: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `paths` and `components` of a document. In these paths, the schema of a body or of
+    a reply is its class.
+    """
+    kinds: dict[type, None] = {}
+    shown = _referring(paths, kinds)
+    bodies = [kind for kind in kinds if issubclass(kind, BaseModel)]
+    replies = [kind for kind in kinds if not issubclass(kind, BaseModel)]
     _, of_bodies = models_json_schema(
         [(kind, "validation") for kind in bodies], ref_template=_REFERENCE
     )
     _, of_replies = msgspec.json.schema_components(
         replies, ref_template=_REFERENCE.replace("{model}", "{name}")
     )
-    known = document.setdefault("components", {}).setdefault("schemas", {})
-    known.update(of_bodies.get("$defs", {}))
+    known = dict(of_bodies.get("$defs", {}))
     if twice := known.keys() & of_replies.keys():
         raise AssertionError(f"a body and a reply have the same name: {sorted(twice)}")
-    known.update(of_replies)
+    return {"paths": shown, "components": {"schemas": known | of_replies}}
 
 
-def _schema(kind: type) -> dict[str, Any]:
-    return {"schema": {"$ref": _REFERENCE.format(model=kind.__name__)}}
+def _referring(described: Any, kinds: dict[type, None]) -> Any:
+    """Return a description with references in place of classes, which go into `kinds`."""
+    if isinstance(described, type):
+        kinds[described] = None
+        return {"$ref": _REFERENCE.format(model=described.__name__)}
+    if isinstance(described, Mapping):
+        return {name: _referring(each, kinds) for name, each in described.items()}
+    if isinstance(described, list):
+        return [_referring(each, kinds) for each in described]
+    return described

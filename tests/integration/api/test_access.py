@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake.api.adapters import chat_call
+from mooncake.api.adapters.completion_call import CompletionRenderer
 from mooncake.api.app import create_app
 from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.http.access import Keyring
 from mooncake.api.http.limits import LOGPROB_BYTES
 from mooncake.api.http.server import serve
 from mooncake.api.model import ServedModel
-from mooncake.api.routes.completions import CompletionRenderer
 from mooncake.base import Failure, FinishReason, GenerateRequest, Priority
 from mooncake.telemetry.audit import MOST_A_MINUTE, configure_audit
 from mooncake.telemetry.events import EventList, Refused

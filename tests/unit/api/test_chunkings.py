@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 
 from mooncake.api.adapters.anthropic_messages import MessageStream, messages_chat
-from mooncake.api.adapters.chat_call import new_chat_call
-from mooncake.api.adapters.openai_responses import responses_chat
+from mooncake.api.adapters.chat_call import ChatRenderer, new_chat_call
+from mooncake.api.adapters.openai_responses import new_response_stream, responses_chat
 from mooncake.api.api_server import ApiServer
 from mooncake.api.config import ApiConfig
 from mooncake.api.generation.generation import Call
 from mooncake.api.http.response import Renderer
-from mooncake.api.routes.chat import ChatRenderer
-from mooncake.api.routes.responses import new_response_stream
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.messages import MessagesRequest
 from mooncake.api.schema.responses import ResponsesRequest
