@@ -84,8 +84,8 @@ class Backend(Protocol):
         """Return what `mooncake status` shows: anything that msgspec encodes as a JSON object."""
 
     def metrics(self, for_operator: bool) -> bytes:
-        """Return the metrics in Prometheus' text format; those of tenants only for an operator.
-        From any thread.
+        """Return the metrics in Prometheus' text format; those of tenants only for an operator. Any
+        thread may call this.
         """
 
     def drain(self) -> None:

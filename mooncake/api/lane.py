@@ -64,7 +64,7 @@ class FairQueue(Generic[Item]):
             return True
 
     def take(self) -> tuple[str, Item] | None:
-        """Return the next item and its tenant; None: nothing waits."""
+        """Return the next item and its tenant, or None if nothing waits."""
         with self._lock:
             if not self._waiting:
                 return None

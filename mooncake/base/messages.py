@@ -707,8 +707,8 @@ NO_HEAD = ChainHead()
 
 
 class PutStart(Message, frozen=True, tag="put_start"):
-    """Ask for room to write these blocks. Two-phase: a block is not visible before its `PutEnd`.
-    Without keys it only reports that `head` was used.
+    """Ask for room to write these blocks. Two-phase: a block is not visible before its `PutEnd`. If
+    it has no keys, it only reports that `head` was used.
     """
 
     writer: WorkerRef

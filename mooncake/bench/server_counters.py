@@ -106,8 +106,8 @@ class ExpertRows:
 
     @property
     def balance(self) -> float | None:
-        """The mean divided by the most; 1 means that all ranks had the same number. None: nothing
-        was counted.
+        """The mean divided by the most; 1 means that all ranks had the same number. It is None if
+        nothing was counted.
         """
         return self.mean / self.most if self.most > 0 else None
 

@@ -57,15 +57,15 @@ class ToolCalls:
 
     @property
     def trigger_similarity(self) -> float | None:
-        """The F1 score of calling at all: the harmonic mean of precision and recall. None: no
-        answer called a tool, and none should have.
+        """The F1 score of calling at all: the harmonic mean of precision and recall. It is None if
+        no answer called a tool, and none should have.
         """
         missed = self.called_wrongly + self.not_called
         return 2 * self.called / (2 * self.called + missed) if self.called or missed else None
 
     @property
     def schema_accuracy(self) -> float | None:
-        """The share of valid answers among those with calls. None: there are none."""
+        """The share of valid answers among those with calls. It is None if there are none."""
         return self.num_valid / self.num_called if self.num_called else None
 
     def document(self) -> dict[str, Any]:

@@ -88,10 +88,10 @@ class ChatTools:
         try:
             given = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            raise ToolFailed("the arguments are no JSON") from None
+            raise ToolFailed("the arguments are not JSON") from None
         value = given.get(key, "") if isinstance(given, dict) else ""
         if key and not (isinstance(value, str) and value):
-            raise ToolFailed(f"{key} is missing, or is no text")
+            raise ToolFailed(f"{key} is missing, or is not a text")
         return work(value)
 
     def _time(self) -> Any:
@@ -122,7 +122,7 @@ class ChatTools:
             with real.open(encoding="utf-8") as file:
                 text = file.read(MAX_TEXT + 1)
         except (UnicodeDecodeError, ValueError):
-            raise ToolFailed(f"{path} is no text file") from None
+            raise ToolFailed(f"{path} is not a text file") from None
         except OSError as error:
             raise ToolFailed(f"{path} cannot be read: {error.strerror}") from None
         return {"text": text[:MAX_TEXT], **({"cut": True} if len(text) > MAX_TEXT else {})}

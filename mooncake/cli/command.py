@@ -163,7 +163,7 @@ def default_of(default: Any, option: Option) -> str:
 
 def help_of(option: Option, default: Any, *, is_short: bool = False) -> str:
     """Return the help of a setting with its choices, variable and default. The short form has its
-    first clause and default. Empty: the setting is hidden.
+    first clause and default. It is empty if the setting is hidden.
     """
     if not option.text:
         return ""

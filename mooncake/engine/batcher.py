@@ -260,9 +260,9 @@ class Batcher:
         sequence.last_turn = self._num_turns
 
     def _prompt_time(self, sequence: Sequence, batch: Batch) -> PromptTime | None:
-        """Return what the step's streams leave for prompts; None: the sequence is not limited by
-        it. In a pipeline, streams that wait behind the step count too. A target limits nobody where
-        flows meet, because a prompt of one must not wait for the streams of another.
+        """Return what the step's streams leave for prompts, or None if the sequence is not limited
+        by it. In a pipeline, streams that wait behind the step count too. A target limits nobody
+        where flows meet, because a prompt of one must not wait for the streams of another.
         """
         if sequence.num_missing == 1 or not (batch.streams or batch.num_running_streams):
             return None
@@ -386,8 +386,8 @@ class Batcher:
         self, flow: Flow, num_pages: int, outside: Mapping[Flow, int]
     ) -> list[Sequence] | None:
         """Make sure that `num_pages` can be allocated for a flow that is below its share. If
-        necessary, preempt what others hold above theirs. Returns what was preempted; None: nothing
-        was done.
+        necessary, preempt what others hold above theirs. Returns what was preempted, or None if
+        nothing was done.
 
         outside: pages that flows hold outside of this batcher.
         """

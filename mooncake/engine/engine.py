@@ -507,7 +507,7 @@ class Engine:
         logprobs: list[TokenLogprobs] | None,
         finish: FinishInfo | None,
     ) -> Made:
-        """Return the sequence's new tokens. With `finish` it leaves the engine."""
+        """Return the sequence's new tokens. The sequence leaves the engine if `finish` is set."""
         prompt_logprobs = None
         if sampled:
             prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None

@@ -308,7 +308,7 @@ class Sharing:
         return self._num_after > 0
 
     def of_step(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> StepShare | None:
-        """Return what flows get of the next step; None: all that they want.
+        """Return what flows get of the next step, or None for all that they want.
 
         waiting: the sequences that can be admitted to it.
         """

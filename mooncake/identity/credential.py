@@ -210,7 +210,8 @@ class Credential:
     def renew(self, given: str) -> None:
         """Prove what `given` says from now on, with the same keys. If this credential was made from
         a secret, `given` holds secrets and the first one is used. Otherwise it holds a new
-        certificate for these keys. Accept what any cluster in it has signed. From any thread.
+        certificate for these keys. Accept what any cluster in it has signed. Any thread may call
+        this.
 
         Raises:
             ConfigError: `given` is of the other kind, is damaged, or has other keys.
@@ -241,7 +242,8 @@ class Credential:
     @property
     def listening_seed(self) -> bytes | None:
         """The cluster's private X25519 key, for sockets whose address people type: peers need not
-        be told their key. None: this credential was neither made from the secret nor given the key.
+        be told their key. It is None if this credential was neither made from the secret nor given
+        the key.
         """
         if self.certificate.sender().speaks_for_itself:
             return None
@@ -296,8 +298,8 @@ def check_certificate(signed: bytes, trust: Trust) -> Certificate:
 def objection(
     certificate: Certificate, unix_s: float, trust: Trust, signed: bytes = b""
 ) -> str | None:
-    """Return why a certificate that a peer has proven is no longer valid; None: it is. Without
-    `signed` only its time is looked at.
+    """Return why a certificate that a peer has proven is no longer valid, or None if it is still
+    valid. Only its expiry is checked if `signed` is empty.
     """
     try:
         certificate.check_time(unix_s)

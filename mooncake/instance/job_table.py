@@ -2,8 +2,8 @@
 are traced, and the table that the prefill and the decode role share.
 
 Owned by the role's worker, which decides what a job does. The table knows attempts and gateways. At
-most one attempt of a request is in progress. What belongs to an older attempt, or to one that has
-ended, is fenced off.
+most one attempt of a request is in progress. The table drops messages of an older attempt, and of
+one that has ended.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class JobTrace:
         self.since_s = now
 
     def gathered(self, reuse: PrefixReuse | None, now: float) -> None:
-        """End the gathering of a prefix. Without a fetch there is nothing to show."""
+        """End the gathering of a prefix. There is nothing to show if nothing was fetched."""
         if reuse is not None and reuse.sources_asked:
             facts = _facts(reuse.num_fetched, reuse.carried)
             facts["mooncake.from"] = ",".join(reuse.sources_asked)
@@ -278,7 +278,7 @@ class JobTable(Generic[JobT]):
         self._ended[request_id] = max(attempt, self._ended.get(request_id, -1))
 
     def of_sequence(self, sequence: Sequence) -> JobT | None:
-        """Return the job that a sequence of the engine is; None: the job has ended."""
+        """Return the job that a sequence of the engine is, or None if the job has ended."""
         job = self._jobs.get(sequence.request.request_id)
         return job if job is sequence else None
 

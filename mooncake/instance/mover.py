@@ -240,7 +240,7 @@ class SliceMover:
         ended: Ended,
     ) -> int | None:
         """Start to write `layers` of `blocks` (index -> page) to `parts`; return the move's id.
-        `ended` is called once. None: no part takes any of these layers.
+        `ended` is called once. Return None if no part takes any of these layers.
         """
         moves = reshard(self._arrays, parts, blocks, layers)
         return self._start(Op.WRITE, moves, deadline_s, ended) if moves else None

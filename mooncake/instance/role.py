@@ -68,7 +68,7 @@ class RoleWorker(ABC, Generic[JobT]):
 
     @property
     def joined(self) -> bool:
-        """True if a gateway knows this worker. Until then it gets no requests."""
+        """True if a gateway knows this worker. It gets no requests before that."""
         return self.instance.membership.welcomed
 
     @property
@@ -83,8 +83,8 @@ class RoleWorker(ABC, Generic[JobT]):
 
     @property
     def next_life(self) -> NextLife | None:
-        """How to come back, once nothing is in progress here any more; None: go on. One that was
-        given up waits for the running step alone: peers wait for nothing of it.
+        """How to come back, once nothing is in progress here any more, or None to go on. A
+        worker that was given up waits only for the running step, because no peer waits for it.
         """
         life = self.instance.next_life
         may_end = self.quiet or (self._is_given_up and self.instance.engine.idle)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class PoolLink:
-    """The pool, or the error while it is away. For one thread."""
+    """The pool, or the error while it is away. Only one thread may use it."""
 
     def __init__(
         self,

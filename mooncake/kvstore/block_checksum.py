@@ -19,7 +19,8 @@ _MODULUS = 1 << 64
 
 def checksum_of(data: memoryview | bytes, layout: KvLayout, first_layer: int = 0) -> int:
     """Return the part of a block's checksum that its slices in `data` contribute. The slices lie
-    one after another, from `first_layer` on. With all slices the result is the checksum.
+    one after another, from `first_layer` on. The result is the block's checksum if `data` has all
+    slices.
     """
     view, size, total = memoryview(data), layout.slice_bytes, 0
     for layer, start in enumerate(range(0, len(view), size), first_layer):

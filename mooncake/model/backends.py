@@ -85,7 +85,7 @@ class Backends:
     def fuses(self) -> bool:
         """Whether the work between a layer's products takes as few launches as possible: a sum
         together with the norm after it, the query's norm with the KV write, queries where attention
-        reads them. With other backends, products add their result themselves.
+        reads them. The products of other backends add their result themselves.
         """
         return self.attention == TRITON
 
@@ -123,7 +123,7 @@ class Backends:
 
     @property
     def linear(self) -> Callable[..., torch.Tensor] | None:
-        """Return the product that dense layers must use; None: whichever is fastest."""
+        """Return the product that dense layers must use, or None for the fastest one."""
         return kernel("linear", self.attention) if self.deterministic else None
 
     def fp8_linear(

@@ -41,7 +41,7 @@ class Copies(Protocol):
         """Start copying a device tensor to the host, in the order of the device's work."""
 
     def mark(self) -> Mark | None:
-        """Return a mark after all work begun so far; None: that work has ended already."""
+        """Return a mark after all work begun so far, or None if that work has ended already."""
 
 
 class Here:

@@ -82,7 +82,7 @@ class Layer:
 
     @property
     def moe(self) -> Moe | None:
-        """The layer's experts; None: it is a dense layer."""
+        """The layer's experts, or None if it is a dense layer."""
         return self._mlp if isinstance(self._mlp, Moe) else None
 
     def prepare(self, rows: int, most_rows: int) -> None:
@@ -267,8 +267,9 @@ class KimiK2:
         after_write: Callable[[int], None] | None = None,
         read: ReadStates | None = None,
     ) -> torch.Tensor:
-        """Return what this stage makes of the `states` that it got, which may be overwritten; None:
-        it is the first one. Exchanges nothing with other stages. The rest is that of `forward`.
+        """Return what this stage makes of the `states` that it got, which may be overwritten, or
+        None if it is the first one. Exchanges nothing with other stages. The rest is that of
+        `forward`.
         """
         stage = self.stage
         x = self.embedded(inputs.tokens) if states is None else states

@@ -250,7 +250,7 @@ class _Loader:
         )
 
     def _part(self, name: str) -> Part | None:
-        """Return the part of a tensor that this rank holds; None: all of it."""
+        """Return the part of a tensor that this rank holds, or None for all of it."""
         shape, group = self._shapes[name], self._group
         cut = cut_of(self._spec, name, group.size, whole_experts=self._sharing is not None)
         return None if cut is None else cut.part(shape, group.rank, group.size)
@@ -322,7 +322,7 @@ class _Loader:
         )
 
     def _moe_of(self, number: int) -> Moe | None:
-        """Return the experts of a layer; None: it is a dense one."""
+        """Return the experts of a layer, or None if it is a dense one."""
         is_dense = number < min(self._spec.first_k_dense_replace, self._spec.num_hidden_layers)
         return None if is_dense else self._moe(f"model.layers.{number}.mlp.")
 

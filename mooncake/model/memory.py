@@ -102,8 +102,8 @@ class Kept:
 
 
 def kept_by(options: ModelOptions, dtype: str, stored: QuantFormat | None) -> Kept | None:
-    """Return what engines with these options keep of a checkpoint `stored` in this format; None:
-    all weights are widened.
+    """Return what engines with these options keep of a checkpoint `stored` in this format, or None
+    if all weights are widened.
 
     Triton multiplies with quantized weights, and on the CPU so does bfloat16 code that is compiled
     when the model is loaded.

@@ -120,12 +120,12 @@ class RankDevice:
         )
 
     def open_copies(self) -> Copies | None:
-        """Return copies between host and device; None: the device is the host."""
+        """Return copies between host and device, or None if the device is the host."""
         return CudaCopies(self.device) if self.is_gpu else None
 
     def host_experts(self) -> HostExperts | None:
-        """Return the object that computes routed experts in DRAM; None: they are with the rest of
-        the model.
+        """Return the object that computes routed experts in DRAM, or None if they are with the rest
+        of the model.
         """
         if self.expert_backends is None:
             return None
@@ -134,11 +134,11 @@ class RankDevice:
         return HostExperts(self.expert_backends, copies)
 
     def open_graphs(self) -> GraphPort | None:
-        """Return the port that captures decode steps; None: there is none."""
+        """Return the port that captures decode steps, or None if there is none."""
         return CudaGraphs() if self.is_gpu else None
 
     def open_meter(self) -> MemoryMeter | None:
-        """Return the meter of the device's memory; None: it has no memory of its own."""
+        """Return the meter of the device's memory, or None if it has no memory of its own."""
         return CudaMeter() if self.is_gpu else None
 
     @functools.cached_property

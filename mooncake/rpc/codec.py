@@ -61,7 +61,9 @@ NO_CERTIFICATE = head_of(b"")
 
 
 def encode(message: AnyMessage, head: bytes = NO_CERTIFICATE) -> bytes:
-    """Return `message` as bytes behind `head`. Raises ProtocolError when it cannot be."""
+    """Return `message` as bytes behind `head`. Raises ProtocolError when the message has no
+    encoding.
+    """
     try:
         return head + _ENCODER.encode(message)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -95,7 +97,9 @@ def decode(data: bytes | memoryview, num_head_bytes: int | None = None) -> AnyMe
         message: AnyMessage = _DECODER.decode(memoryview(data)[start:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         _check_kind(memoryview(data)[start:])
-        raise ProtocolError(f"malformed message of {len(data)} bytes: {error!s:.200}") from error
+        raise ProtocolError(
+            f"a message of {len(data)} bytes is malformed: {error!s:.200}"
+        ) from error
     return message
 
 

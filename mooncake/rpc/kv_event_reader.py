@@ -214,8 +214,8 @@ class KvEventReader:
         self._thread.start()
 
     def restart(self, engine: str) -> None:
-        """Read an engine's events from the first that it still has once more. From any thread. The
-        news of this is that events are lost, and then all that come.
+        """Read an engine's events again, from the oldest that it still has. The next news says that
+        events were lost; those that are read again follow. Any thread may call this.
         """
         self._orders.put(engine)
 

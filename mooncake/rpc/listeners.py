@@ -1,4 +1,4 @@
-"""Who listens where a gateway is expected: asked once by a process that got no answer there.
+"""Finds out who listens where a gateway should be. A process that got no answer there asks once.
 
 Opens sockets of its own for as long as it looks. Decides nothing: its caller says what it means.
 """
@@ -26,7 +26,7 @@ _GREETING_BYTES = 64
 
 
 class Listener(enum.Enum):
-    """Who listens at an address."""
+    """The process that listens at an address."""
 
     NOBODY = "nobody"
     """Nobody, another program, or a host that says nothing."""

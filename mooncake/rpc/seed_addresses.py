@@ -1,7 +1,6 @@
 """Addresses at which gateways may be found, some with a name that stands for several hosts.
 
-Owns the thread that looks names up. While a name server does not answer, a name means what it meant
-last.
+Owns the thread that looks names up. A name keeps its last address while no name server answers.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class SeedAddresses(Sequence[str]):
 
     def move(self, address: str) -> None:
         """Count the address of a gateway that has moved, in place of the one that an earlier call
-        named. From any thread.
+        named. Any thread may call this.
         """
         self._moved = [address]
 

@@ -359,8 +359,8 @@ class ZmqChannel:
                 )
 
     def _taken(self, frame: zmq.Frame) -> AnyMessage | None:
-        """Return the message that has arrived. None: it is refused, and the sender was told why.
-        Raises ProtocolError when the bytes are no message.
+        """Return the message that has arrived, or None if it is refused, and the sender was told
+        why. Raises ProtocolError when the bytes are no message.
         """
         data, key = frame.bytes, str(frame.get("User-Id"))
         whence = str(frame.get("Peer-Address"))
@@ -592,7 +592,7 @@ class _Holder:
 
     def over(self, message: AnyMessage, num_bytes: int, now: float) -> str | None:
         """Return why a message is too long for a client, or why the client may not use the name in
-        it. None: the message is allowed.
+        it. Return None if the message is allowed.
         """
         if not self.sender.speaks_for_itself:
             return None
@@ -649,11 +649,11 @@ class _Gate:
         return found
 
     def objection(self, holder: _Holder) -> str | None:
-        """Return why a connection of `holder` is no longer valid; None: it is valid."""
+        """Return why a connection of `holder` is no longer valid, or None if it is valid."""
         return objection(holder.certificate, self._unix_time(), self._credential, holder.signed)
 
     def expiry(self, certificate: Certificate) -> str | None:
-        """Return why a certificate has expired; None: it has not."""
+        """Return why a certificate has expired, or None if it has not."""
         return objection(certificate, self._unix_time(), self._credential)
 
     def _check(
@@ -665,7 +665,8 @@ class _Gate:
             raise Forbidden(error.message) from error
         if certificate.channel_key.hex() != channel_key:
             raise Forbidden(
-                f"the connection has another key than the certificate of {certificate.name!r}"
+                "the key of the connection is not the one in the certificate of "
+                f"{certificate.name!r}"
             )
         return _Holder(head_of(signed), certificate, certificate.sender(), signed, names)
 

@@ -120,7 +120,7 @@ class Turns:
 
     def due(self, position: QueuePosition, num_tokens: int) -> QueuePosition | None:
         """Return the position of a batch request that need not be patient any more, because others
-        have computed enough while batch work waited. None: it must still wait.
+        have computed enough while batch work waited. Return None if it must still wait.
         """
         if not position.is_patient or not self._credit.spend(num_tokens):
             return None

@@ -79,4 +79,6 @@ def read_bundle(name: str) -> ReplayFile:
             param="replay",
         ) from None
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{name} is no bundle of a receipt: {error}", param="replay") from None
+        raise ConfigError(
+            f"{name} is not the bundle of a receipt: {error}", param="replay"
+        ) from None

@@ -165,7 +165,7 @@ class Simulation:
         self.workload = workload
         self.cost = InstanceCost(config.model, config.hardware, config.shape, config.expert_sends)
         if self.cost.shape.pp > LAYER_GROUPS:
-            raise ConfigError(f"shape: at most {LAYER_GROUPS} stages are simulated")
+            raise ConfigError(f"shape: the simulator has at most {LAYER_GROUPS} stages")
         most = self.cost.shape.dp
         if config.num_played is not None and not 1 <= config.num_played <= most:
             raise ConfigError(f"num_played: {config.num_played} of {most} instances of an engine")

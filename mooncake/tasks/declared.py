@@ -300,7 +300,9 @@ def tool(random: Random) -> Tool:
 
 
 def _names(random: Random, verb: str, noun: str) -> tuple[str, str]:
-    """Return a tool's name and its description. At least one says what it is for."""
+    """Return a tool's name and its description. At least one of the two tells what the tool
+    is for.
+    """
     one = verb.replace(" ", "_")
     thing = f"{random.choice(('a ', 'the ', '', 'the '))}{noun}"
     described = random.choice((

@@ -180,8 +180,8 @@ class Recorder(Protocol):
 
 
 class Recorders:
-    """Passes each event to several recorders, in the given order. With no recorder it ignores
-    events.
+    """Passes each event to several recorders, in the given order. It ignores events if it has no
+    recorder.
     """
 
     def __init__(self, *listeners: Recorder) -> None:

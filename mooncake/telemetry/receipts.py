@@ -216,8 +216,8 @@ class Receipts:
 
     def find(self, name: str, tenant: str | None) -> Kept | None:
         """Return the last call of a tenant (None: of any) with a receipt, an answer or a sequence
-        of this name; None: it is not here, or not here any more. Clients choose the ids of answers,
-        so a receipt or a sequence of this name comes before an answer.
+        of this name, or None if it is not here, or not here any more. Clients choose the ids of
+        answers, so a receipt or a sequence of this name comes before an answer.
         """
         tenants = list(self._calls) if tenant is None else [tenant]
         found = [

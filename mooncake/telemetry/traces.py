@@ -54,8 +54,8 @@ class WorkerClocks:
         self._ahead_s.pop(worker_id, None)
 
     def ahead_s(self, worker_id: str) -> float | None:
-        """Return what to add to a worker's times to get the gateway's. None: it has not reported
-        yet.
+        """Return what to add to a worker's times to get the gateway's, or None if it has not
+        reported yet.
         """
         known = self._ahead_s.get(worker_id)
         return min(known) if known else None
@@ -126,7 +126,7 @@ Export = Callable[[Span, Caller | None], None]
 
 
 def read_caller(traceparent: str, tracestate: str = "") -> Caller | None:
-    """Return the span that W3C's headers name. None: there is none, or it is not valid."""
+    """Return the span that W3C's headers name, or None if there is none, or it is not valid."""
     found = _TRACEPARENT.fullmatch(traceparent.strip())
     if found is None or found[1] == "ff" or (found[1] == "00" and found[5]):
         return None
@@ -312,7 +312,7 @@ class Tracer:
         self._clocks = WorkerClocks()
 
     def begin(self, traceparent: str, tracestate: str, now: float) -> Trace | None:
-        """Begin the trace of a call with these headers. None: it is not traced."""
+        """Begin the trace of a call with these headers. Return None if it is not traced."""
         caller = read_caller(traceparent, tracestate) if traceparent else None
         sampled = self._draw() < self._ratio if caller is None else caller.sampled
         if not sampled:

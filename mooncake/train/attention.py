@@ -64,7 +64,7 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         if spec.q_lora_rank is None or spec.attention_bias:
-            raise ConfigError("training knows compressed queries without biases only")
+            raise ConfigError("training supports only compressed queries without biases")
         self.heads = spec.num_attention_heads
         self.nope = spec.qk_nope_head_dim
         self.rope = spec.qk_rope_head_dim

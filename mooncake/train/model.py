@@ -88,7 +88,9 @@ class TrainedK2(nn.Module):
         """Raises ConfigError when `spec` has features that training does not support."""
         super().__init__()
         if spec.tie_word_embeddings or num_mtp_layers > 1:
-            raise ConfigError("training knows separate embeddings and at most one MTP layer only")
+            raise ConfigError(
+                "training supports only separate embeddings and at most one MTP layer"
+            )
         self.spec = spec
         self._dtype = dtype
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)

@@ -97,8 +97,8 @@ class _Gathered(torch.autograd.Function):
 def spread(rows: torch.Tensor, sources: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return rows [number, width] in places: [places, width], where `sources` says which row.
 
-    places: [number * copies] int64; where the copies of each row stand. What stands elsewhere only
-    fills, and has no gradient.
+    places: [number * copies] int64; where the copies of each row stand. The values elsewhere are
+    padding and have no gradient.
     """
     made: torch.Tensor = _Spread.apply(rows, sources, places)  # type: ignore[no-untyped-call]
     return made
@@ -131,7 +131,7 @@ def joined(
 ) -> torch.Tensor:
     """Return the sum of each row's `copies`, which `spread` put in places: [number, width] float32.
 
-    What stands elsewhere has the gradient of the row that it repeats, so give it no weight before.
+    The values elsewhere repeat a row and would add to its gradient, so give them no weight before.
     """
     made: torch.Tensor = _Joined.apply(placed, sources, places, copies)  # type: ignore[no-untyped-call]
     return made

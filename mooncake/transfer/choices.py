@@ -1,6 +1,6 @@
 """Which protocols, and which protection, the words of a configuration stand for on this machine.
 
-What moves bytes is not imported here: processes that move none choose, too.
+This module imports no protocol, because processes that move no bytes choose, too.
 """
 
 from __future__ import annotations

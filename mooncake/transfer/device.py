@@ -85,8 +85,8 @@ class DeviceMemory(Protocol):
 
 
 def read_now(memory: DeviceMemory, ranges: Ranges) -> memoryview:
-    """Return a copy of `ranges`, waiting for it. For checks and references, not for moving KV.
-    Raises TransferError when the device fails.
+    """Return a copy of `ranges`, waiting for it. Checks and references use it; KV moves in other
+    ways. Raises TransferError when the device fails.
     """
     there = memoryview(bytearray(sum(length for _, length in ranges)))
     _wait(lambda done: memory.copy_out(ranges, there, done))

@@ -178,7 +178,8 @@ class Region(Protocol):
         """
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> Iterable[memoryview]:
-        """Return the bytes of (offset, length) ranges, in pieces. For checks, not for moving KV.
+        """Return the bytes of (offset, length) ranges, in pieces. Checks use it; KV moves in other
+        ways.
 
         Waits for a device, about 0.1 ms for a MiB. Raises TransferError when the device fails.
         """
@@ -278,8 +279,8 @@ class PolledTransfer(Transfer, Protocol):
 
     def offer_events(self, take: Callable[[], bool]) -> None:
         """Have threads that move bytes call `take` when there are events, so that no other thread
-        need wake for them. Once what these led to is done and no event is left, they call it again.
-        If it returns False, the descriptor becomes readable.
+        need wake for them. They call it again once they have handled these events and no event is
+        left. If it returns False, the descriptor becomes readable.
         """
 
     def links(self) -> Sequence[LinkSnapshot]:

@@ -29,7 +29,7 @@ class _Copy:
         self._error: str | None = None
 
     def begin(self) -> None:
-        """Expect one more end."""
+        """Count one more part, whose end is awaited."""
         with self._lock:
             self._num_left += 1
 

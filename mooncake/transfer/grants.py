@@ -5,8 +5,8 @@ and the owner's side refuses a number that was revoked. The owner keeps one word
 least number that is still valid there. The numbers of a slot only grow. So a number that was never
 issued here is valid until it is revoked: a lead issues numbers for its followers. What each engine
 issues for its staging windows has slots of its own, so the two never meet. The words lie in memory
-that peers of this host can read. Memory of a revoked grant rests until nothing can write by
-the grant any more. Where nobody can tell, it rests for a time.
+that peers of this host can read. Memory of a revoked grant rests until nothing can write by the
+grant any more. It rests for a time if nobody can tell.
 
 Workers may reach all registered memory. A pool client reaches only what the owner has lent it:
 pieces to write, until it reports that they are written, and pieces to read, until it unpins them. A
@@ -33,7 +33,7 @@ NUM_SLOTS = 2**16
 
 
 class Fence(IntEnum):
-    """The answer to whether a revoked grant may still be written by. Of several answers the largest
+    """The answer to whether a revoked grant may still be written by. The largest of several answers
     counts.
     """
 
@@ -112,7 +112,7 @@ class Grants:
                 self._slots[slot >= NUM_SLOTS // 2].give_back(slot)
 
     def close(self) -> None:
-        """Release the words. After this nobody writes here by a grant."""
+        """Release the words. Nobody writes here by a grant after this."""
         with self._lock:
             self._words = defaultdict(int)
 
@@ -268,7 +268,9 @@ class Loans:
     def find(
         self, holder: str, ranges: Iterable[tuple[int, int, int]], *, write: bool
     ) -> list[Loan] | None:
-        """Return the loans that cover (region, offset, length) ranges; None: not all are lent."""
+        """Return the loans that cover (region, offset, length) ranges, or None if not all are
+        lent.
+        """
         found: list[Loan | None] = []
         with self._lock:
             for region_id, offset, length in ranges:

@@ -411,7 +411,7 @@ class RoutedTransfer:
 
     def wait(self, timeout_s: float | None = None) -> Sequence[TransferDone]:
         """Return the batches that ended since the last call as soon as there is one; return none
-        after `timeout_s`. For callers that have nothing else to do.
+        after `timeout_s`. Callers that have nothing else to do use this.
         """
         done = self.poll()
         if not done:

@@ -255,7 +255,7 @@ def message_usage(call: Call) -> MessageUsage:
 
 
 def arguments_so_far(text: str) -> dict[str, Any]:
-    """Return the arguments of a call. If it was cut off, return the arguments that are complete."""
+    """Return the arguments of a call, or those that are complete if the call was cut off."""
     try:
         value = from_json(text, allow_partial=True)
     except ValueError:

@@ -260,7 +260,7 @@ class OutputBuilder:
         speller: LogprobSpeller,
         message: Callable[[Delta], ChatText] | None,
     ) -> None:
-        """`message` returns the message of a chat, given the whole answer; None: this is not a
+        """`message` returns the message of a chat, given the whole answer, or None if this is not a
         chat.
         """
         self.call = call

@@ -87,12 +87,12 @@ def read_line(text: bytes) -> InputLine:
     """Return the request in a line of an input file.
 
     Raises:
-        InvalidRequest: it is no JSON object with these fields; the message names the field.
+        InvalidRequest: it is not a JSON object with these fields; the message names the field.
     """
     try:
         return _DECODER.decode(text)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the line is no request of a batch: {error}") from error
+        raise InvalidRequest(f"the line is not a request of a batch: {error}") from error
 
 
 def check_line(line: InputLine, endpoint: str) -> None:

@@ -94,7 +94,8 @@ class _Recorder:
         self._writing: asyncio.Task[None] | None = None
 
     async def record(self, seq: int, result: Result) -> bool:
-        """Return once a result of the batch `seq` is written. False: its lease was lost.
+        """Return when a result of the batch `seq` is written. The result is False if its lease was
+        lost.
 
         Raises:
             Unavailable: it cannot be written now.
@@ -403,8 +404,8 @@ class BatchRunner:
 
     async def _all_answered(self, run: _Run, *, is_gone: bool) -> bool:
         """Record why the lines without a result have none, if the batch was cancelled, has expired
-        or has lost its input (`is_gone`). Return whether every line has a result now; False: the
-        lease was lost.
+        or has lost its input (`is_gone`). Return whether every line has a result now, or False if
+        the lease was lost.
 
         Raises:
             InternalError: the batch has not ended, and a line has no result.

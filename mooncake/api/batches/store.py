@@ -81,7 +81,9 @@ class FileRow:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRow:
-    """One batch. `ends_as` is its last status, known once it is finalizing."""
+    """A batch as the database has it. `ends_as` is the status that it will end with; it is set when
+    the batch begins to be finalized.
+    """
 
     id: str
     tenant: str
@@ -335,7 +337,9 @@ class BatchStore:
             db.execute("UPDATE batches SET owner = NULL WHERE owner = ?", (owner,))
 
     def held(self, owner: str, seq: int) -> BatchRow | None:
-        """Return a batch whose lease `owner` holds; None: it has ended, or the lease was lost."""
+        """Return a batch whose lease `owner` holds, or None if it has ended, or the lease was
+        lost.
+        """
         with self._transaction() as db:
             return self._owned(db, owner, seq)
 
@@ -344,7 +348,9 @@ class BatchStore:
         return next(iter(_rows(db, BatchRow, _BATCH, where, seq, owner)), None)
 
     def accept(self, owner: str, seq: int, num_total: int, now: float) -> bool:
-        """Record that the input is right and has so many lines. False: the lease was lost."""
+        """Record that the input is right and has so many lines. Return False if the lease was
+        lost.
+        """
         with self._transaction() as db:
             done = db.execute(
                 "UPDATE batches SET status = CASE status WHEN 'validating' THEN 'in_progress' ELSE "
@@ -407,8 +413,8 @@ class BatchStore:
         self, owner: str, seq: int, file_ids: tuple[str, str], now: float
     ) -> BatchRow | None:
         """Close a batch of which every line has a result: its counts stay from now on. `file_ids`
-        name the output and the error file, unless names were given before. Return it; None: the
-        lease was lost.
+        name the output and the error file, unless names were given before. Return it, or None if
+        the lease was lost.
         """
         with self._transaction() as db:
             batch = self._owned(db, owner, seq)
@@ -451,7 +457,7 @@ class BatchStore:
         return found
 
     def finish(self, owner: str, seq: int, files: Sequence[FileRow], now: float) -> bool:
-        """End a batch whose files are in place. False: the lease was lost."""
+        """End a batch whose files are in place. Return False if the lease was lost."""
         with self._transaction() as db:
             batch = self._owned(db, owner, seq)
             if batch is None:

@@ -100,8 +100,8 @@ class SchemaChecker:
         """Schemas, each with the length of the shortest value that took too long."""
 
     def warm_up(self) -> None:
-        """Start the process if it does not run, because an answer to check comes soon. From any
-        thread.
+        """Start the process if it does not run, because an answer to check comes soon. Any thread
+        may call this.
         """
         with contextlib.suppress(RuntimeError):  # closed
             self._pool.submit(self._start)

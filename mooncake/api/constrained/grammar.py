@@ -135,7 +135,7 @@ def schema_rule(
         schema = {}
     if not isinstance(schema, dict):
         raise InvalidRequest(
-            f"{param}: the schema is not an object; a JSON schema is an object",
+            f"{param}: the schema is not an object; give a JSON schema, which is one",
             param=param,
         )
     try:
@@ -234,7 +234,7 @@ def lark_text(grammar: str, param: str) -> str:
     text, rules = _with_clean_schemas(text, param)
     if _SET_OPERATOR.search(rules):
         raise InvalidRequest(
-            f"{param}: & and ~ (intersections and complements) are not available in it: "
+            f"{param}: & and ~ (intersections and complements) cannot be used: "
             "a mask of tokens could take hours",
             param=param,
         )
@@ -284,9 +284,13 @@ def _with_clean_schemas(text: str, param: str) -> tuple[str, str]:
         bare.append(text[end : found.start()])
         if found["string"] is not None or found["pattern"] is not None:
             kind = "string" if found["string"] is not None else "pattern"
-            raise InvalidRequest(f"{param}: a {kind} in it does not end", param=param)
+            raise InvalidRequest(
+                f"{param}: the grammar has a {kind} that does not end", param=param
+            )
         if found["token"]:
-            raise InvalidRequest(f"{param}: special tokens are not available in it", param=param)
+            raise InvalidRequest(
+                f"{param}: a grammar cannot name special tokens; leave them out", param=param
+            )
         lexeme = found[0]
         start, end = end, found.end()
         if keyword := found["document"]:
@@ -371,7 +375,9 @@ def _json(schema: dict[str, Any], param: str) -> str:
     try:
         return json.dumps(schema)
     except RecursionError as error:
-        raise InvalidRequest(f"{param}: a value in it is nested too deep", param=param) from error
+        raise InvalidRequest(
+            f"{param}: the schema has a value that is nested too deep", param=param
+        ) from error
 
 
 def _cleaned(schema: Any) -> Any:

@@ -52,7 +52,7 @@ class Asked:
         """Read a body.
 
         Raises:
-            InvalidRequest: it is no JSON object, or a field that is needed here is wrong.
+            InvalidRequest: it is not a JSON object, or a field that is needed here is wrong.
         """
         try:
             fields = msgspec.json.decode(body)
@@ -106,7 +106,7 @@ class Asked:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of the answer; 0: the body does not say."""
+        """The most tokens of the answer, or 0 if the body does not say."""
         for name in ("max_completion_tokens", "max_tokens"):
             if isinstance(found := self.fields.get(name), int) and found > 0:
                 return min(found, MAX_COUNT)

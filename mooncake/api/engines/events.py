@@ -52,7 +52,7 @@ def data_of(event: bytes) -> bytes:
 
 
 def error_in(data: bytes) -> str | None:
-    """Return the message of an event that is an error; None: it is none."""
+    """Return the message of an event that is an error, or None if the event is no error."""
     if b'"error"' not in data[:64]:
         return None
     document = _object(data)

@@ -89,7 +89,7 @@ class Exchange:
             parts.append(part)
             num_bytes += len(part)
             if num_bytes > max_bytes:
-                raise RequestFailed(f"an answer of more than {max_bytes} bytes")
+                raise RequestFailed(f"its answer has more than {max_bytes} bytes")
         return b"".join(parts)
 
     def fail(self, reason: str) -> None:
@@ -146,7 +146,7 @@ async def ask_json(
     *,
     limit_s: float,
 ) -> Any:
-    """Return the JSON that an engine answers with status 200; None: the body is empty.
+    """Return the JSON that an engine answers with status 200, or None if the body is empty.
 
     Raises:
         RequestFailed: it does not answer so within `limit_s` seconds.
@@ -157,10 +157,10 @@ async def ask_json(
                 status = await exchange.head()
                 found = await exchange.whole(MAX_ASKED_BYTES)
     except TimeoutError:
-        raise RequestFailed(f"no answer within {limit_s:g} s") from None
+        raise RequestFailed(f"it gave no answer within {limit_s:g} s") from None
     if status != 200:
         raise EngineRefused(status)
     try:
         return msgspec.json.decode(found) if found.strip() else None
     except (msgspec.MsgspecError, RecursionError):
-        raise RequestFailed("its answer is no JSON") from None
+        raise RequestFailed("its answer is not JSON") from None

@@ -97,7 +97,7 @@ class Relay(Response):
                 await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _outcome(self, work: asyncio.Task[None]) -> MooncakeError | None:
-        """Return the error that the client must get; None: it has its answer, or is gone."""
+        """Return the error that the client must get, or None if it has its answer, or is gone."""
         if work.done():
             try:
                 work.result()
@@ -233,7 +233,9 @@ class Relay(Response):
             passed = [each for each in cutter.feed(piece) if self._keeps(each, placement)]
             early += b"".join(passed)
             if cutter.num_waiting > MAX_UNSENT_BYTES or len(early) > MAX_UNSENT_BYTES:
-                raise RequestFailed(f"an event of more than {MAX_UNSENT_BYTES} bytes, or no token")
+                raise RequestFailed(
+                    f"it sent {MAX_UNSENT_BYTES} bytes without a token, or in one event"
+                )
             if not self._has_first:
                 continue  # comments alone: another engine may still be tried
             if early:

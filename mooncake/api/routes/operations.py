@@ -54,7 +54,7 @@ def operation_routes(api_server: Serving) -> Router:
 
     @router.get("/ping", described=answer())
     async def ping() -> Response:
-        """Returns 200 as long as the process answers, ready or not. For liveness probes."""
+        """Returns 200 as long as the process answers, ready or not. Liveness probes use it."""
         return Response()
 
     @router.get("/version", described=answer(JSON))

@@ -73,7 +73,9 @@ class ChatMessage(Markable):
 
     @property
     def mark_s(self) -> float:
-        """The longest time for which a mark on it, or on a part of it, asks; 0: it has none."""
+        """The longest time for which a mark on it, or on a part of it, asks, or 0 if it has
+        none.
+        """
         parts = self.content if isinstance(self.content, list) else []
         return max([super().mark_s, *(part.mark_s for part in parts)])
 
@@ -127,7 +129,7 @@ class Tool(OfFunction, Markable):
 
     @property
     def mark_s(self) -> float:
-        """The time for which a mark on it, or on its function, asks; 0: it has none."""
+        """The time for which a mark on it, or on its function, asks, or 0 if it has none."""
         return max(super().mark_s, self.function.mark_s)
 
     @property

@@ -105,7 +105,7 @@ class Markable(JsonObject):
 
     @property
     def mark_s(self) -> float:
-        """Seconds for which the pool is to keep the prompt up to here; 0: no mark says so."""
+        """Seconds for which the pool is to keep the prompt up to here, or 0 if no mark says so."""
         return 0.0 if self.cache_control is None else self.cache_control.keep_s
 
 
@@ -272,7 +272,7 @@ class SharedFields(SamplingFields, RequestBody, Markable):
 
     @property
     def whole_keep_s(self) -> float:
-        """Seconds for which the pool is to keep the whole prompt; 0: no field asks for it."""
+        """Seconds for which the pool is to keep the whole prompt, or 0 if no field asks for it."""
         key_s = KEEP_S["5m"] if self.prompt_cache_key or self.session_id else 0.0
         retention_s = KEEP_S["1h"] if self.prompt_cache_retention == "24h" else 0.0
         return max(self.mark_s, key_s, retention_s)

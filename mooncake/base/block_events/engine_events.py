@@ -69,7 +69,7 @@ def read_engine_events(batch: bytes) -> list[EngineEvent]:
     try:
         found = msgspec.msgpack.decode(batch)
         if not (isinstance(found, list) and len(found) > 1 and isinstance(found[1], list)):
-            raise ProtocolError("a batch of block events is no list of a time and events")
+            raise ProtocolError("a batch of block events is not a list of a time and events")
         read = [_event(each) for each in found[1]]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(f"a batch of block events cannot be read: {error}") from None

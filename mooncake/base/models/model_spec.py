@@ -212,7 +212,7 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def yarn_settings(rope: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the fields of a `YarnScaling`, not yet checked; None: positions are not scaled.
+    """Return the fields of a `YarnScaling`, not yet checked, or None if positions are not scaled.
 
     Raises:
         CheckpointError: it is another scaling than YaRN, or lacks what that needs.

@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def num_cached(self) -> int | None:
-        """How many prompt tokens came from a cache; None: the server does not say."""
+        """How many prompt tokens came from a cache, or None if the server does not say."""
         details = (self.document.get("usage") or {}).get("prompt_tokens_details") or {}
         return details.get("cached_tokens")
 

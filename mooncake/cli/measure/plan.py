@@ -43,7 +43,9 @@ def run(wanted: Plan) -> int:
     if wanted.live:
         return _live(wanted)
     if wanted.trace is None:
-        raise ConfigError("--trace is missing", param="trace")
+        raise ConfigError(
+            "--trace is missing; name a trace, as docs/simulator.md shows", param="trace"
+        )
     base = SimulationConfig(
         model=figures(wanted.model, ModelFigures),
         hardware=figures(wanted.hardware, HardwareFigures),

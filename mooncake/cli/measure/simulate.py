@@ -103,7 +103,9 @@ def simulation_config(wanted: SimulateSettings) -> SimulationConfig:
 
 def _workload(wanted: SimulateSettings) -> Workload:
     if wanted.trace is None:
-        raise ConfigError("--trace is missing", param="trace")
+        raise ConfigError(
+            "--trace is missing; name a trace, as docs/simulator.md shows", param="trace"
+        )
     return Workload.replay(
         read_trace(wanted.trace),
         speed=wanted.speed,

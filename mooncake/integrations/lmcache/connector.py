@@ -101,7 +101,7 @@ class MooncakePoolConnector(RemoteConnector):  # type: ignore[misc]
     # ------------------------------------------------------------------ loading
 
     async def get(self, key: Any) -> Any:
-        """Load a chunk into new memory of LMCache. Return it; None: it did not come."""
+        """Load a chunk into new memory of LMCache. Return it, or None if it did not come."""
         return (await self.batched_get([key]))[0]
 
     def support_batched_get(self) -> bool:

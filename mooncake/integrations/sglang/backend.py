@@ -80,7 +80,9 @@ class MooncakeHiCache(HiCacheStorage):  # type: ignore[misc]
     # ------------------------------------------------------------------ pages as tensors
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """Load a page into a tensor, by default a new one. Return it; None: the pool lacks it."""
+        """Load a page into a tensor, by default a new one. Return it, or None if the pool
+        lacks it.
+        """
         return self.batch_get([key], [target_location], target_sizes)[0]
 
     def batch_get(

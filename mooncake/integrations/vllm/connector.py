@@ -92,7 +92,7 @@ class MooncakePoolConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many more tokens the pool has; None: it has not answered yet."""
+        """Return how many more tokens the pool has, or None if it has not answered yet."""
         planner = self._scheduler.planner
         if planner is None or not _is_plain(request):
             return 0, False

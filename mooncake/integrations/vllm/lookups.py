@@ -55,7 +55,7 @@ class PoolLookups:
 
     @property
     def packing(self) -> Packing | None:
-        """How blocks are packed in the pool; None: the pool has not been reached yet."""
+        """How blocks are packed in the pool, or None if the pool has not been reached yet."""
         return self._packing
 
     def ask(

@@ -143,8 +143,9 @@ class Mover:
             self._changed.notify_all()
 
     def begin_save(self, job: Save) -> Saving | None:
-        """Take staging memory for chunks; None: there is none. Chunks for which there is none are
-        left out; a later request computes them again. Call `give` until it has ended the save.
+        """Take staging memory for chunks. Return None if there is none. Chunks for which there is
+        none are left out; a later request computes them again. Call `give` until it has ended the
+        save.
         """
         blocks = self._staging.packing.blocks
         with self._changed:

@@ -48,7 +48,7 @@ class Pages:
         return all(layer.device.type == "cpu" for layer in self._layers)
 
     def number(self, name: str) -> int | None:
-        """Return which tensor holds a layer's KV; None: that layer keeps none."""
+        """Return which tensor holds a layer's KV, or None if that layer keeps none."""
         return self._numbers.get(name)
 
     @property

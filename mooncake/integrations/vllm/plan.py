@@ -40,7 +40,7 @@ class Lookups(Protocol):
 
     @property
     def packing(self) -> Packing | None:
-        """How blocks are packed in the pool; None: the pool has not been reached yet."""
+        """How blocks are packed in the pool, or None if the pool has not been reached yet."""
 
     def ask(self, chain: Sequence[BlockKey], promised: int, within_s: float) -> Answer:
         """Look up how many leading chunks there are. If `promised` chunks are not all there yet,
@@ -241,7 +241,7 @@ class Planner:
         self._tracked.clear()
 
     def _track(self, request: RequestView) -> _Tracked | None:
-        """Return the state of a request; None: the pool has not been reached yet."""
+        """Return the state of a request, or None if the pool has not been reached yet."""
         tracked = self._tracked.get(request.request_id)
         packing = self._lookups.packing
         if tracked is None and packing is not None:

@@ -2,8 +2,8 @@
 It repeats this while the node has more of the run, which may come from its disks in pieces.
 
 A short run takes one question and one answer, if the node takes questions: `PinBlocks` goes over
-the data connection, the bytes come behind `PinGranted`, and the node unpins them itself. What does
-not come so, for any reason, is read in the other way.
+the data connection, the bytes come behind `PinGranted`, and the node unpins them itself. Blocks
+that do not come so, for any reason, are read in the other way.
 
 A pure state machine that engines, clients of the pool and replicating nodes share. It owns tickets
 and batches of reads; the caller owns memory and keys. A read ends exactly once, when nothing writes
@@ -255,8 +255,9 @@ class BlockReader:
         return count > 0
 
     def _on_answered(self, ticket: int, engine: str, done: TransferDone, now: float) -> None:
-        """Take the node's answer and the blocks that came behind it. What it lacks is pinned by a
-        message: those blocks may be on a disk, and messages of ours may still be on their way.
+        """Take the node's answer and the blocks that came behind it. Pin by a message the blocks
+        that the answer lacks: they may be on a disk, and messages of ours may still be on their
+        way.
         """
         read = self._reads[ticket]
         try:

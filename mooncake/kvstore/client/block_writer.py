@@ -118,7 +118,7 @@ class BlockWriter:
         checksums: Sequence[int] = (),
     ) -> None:
         """End a put. The blocks `written` are complete at the node, with the checksum of each or
-        none; all others that it granted are not. With an error no block is complete.
+        none; all others that it granted are not. No block is complete if there is an error.
         """
         del self._writes[write.ticket]
         whole = set(written)

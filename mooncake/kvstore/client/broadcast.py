@@ -119,8 +119,8 @@ class Broadcast:
         self, keys: Sequence[BlockKey], pin: LastingPin, epochs: Sequence[str] = ()
     ) -> PinnedAt:
         """Pin blocks wherever they lie in DRAM. If a block lies on SSD only, one node brings it up
-        and pins it. With `LastingPin.NONE`, unpin them everywhere. `epochs` restricts the call to
-        these boots of nodes.
+        and pins it. `LastingPin.NONE` unpins them everywhere. `epochs` restricts the call to these
+        boots of nodes.
 
         Raises Unavailable when a node that may hold a block does not answer.
         """

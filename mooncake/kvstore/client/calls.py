@@ -25,7 +25,7 @@ class Attempt:
 
     @property
     def give_up_s(self) -> float:
-        """When the call is given up if the node has not answered."""
+        """The time at which the call fails if the node has not answered."""
         return min(self.deadline_s, self.answer_by_s)
 
 

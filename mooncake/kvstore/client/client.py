@@ -1,5 +1,6 @@
 """A client of the pool, as a machine: reads and writes blocks at pool nodes, and asks nodes and
-gateways questions. For programs that are not workers, such as another engine or an operator's tool.
+gateways questions. Programs that are not workers use it, such as another engine or an operator's
+tool.
 
 It joins the cluster in the role `client`, so that what it has pinned or reserved is reclaimed when
 it is lost. `failover` and `broadcast` decide which node a call goes to. A call is
@@ -229,7 +230,7 @@ class PoolClient:
         return Call(begin)
 
     def report_use(self, store: WorkerRef, run: Sequence[BlockKey]) -> None:
-        """Tell a node that blocks which were written before are used with later ones."""
+        """Tell a node that a chain of stored blocks was used, although nothing is written."""
         self._writer.report_use(store, ChainHead(list(run), len(run)))
 
     def start_drain(self, store: WorkerRef) -> None:

@@ -64,7 +64,7 @@ class _Attempts:
         """True if gateways were asked since `stores` were all tried."""
 
     def next(self, now: float) -> Attempt | None:
-        """Return the attempt at the next node. None: there is no further node, or no time."""
+        """Return the attempt at the next node, or None if there is no further node, or no time."""
         left = [ref for ref in self.stores if ref.address not in self.tried]
         if not left or self.are_over(now):
             return None
@@ -291,7 +291,7 @@ class FailoverClient:
 
     async def _next(self, attempts: _Attempts, keys: Sequence[BlockKey]) -> Attempt | None:
         """Return a call's attempt at the next node, to read a run of blocks or for anything else.
-        None: no node is left.
+        Return None if no node is left.
 
         When all were tried, a gateway is asked for nodes that hold the next block. While none
         answers, the call uses nodes that are not suspect; if no node has answered it yet, it uses
@@ -366,6 +366,8 @@ class FailoverClient:
         self._nodes.failed(store, self._client.now)
 
     def _find(self, keys: Sequence[BlockKey]) -> FindReplicas:
-        """Return the question who holds a run, or the part of it that one question may name."""
+        """Return the question that asks a gateway which nodes hold these blocks. It names only the
+        first of them if they are too many for one question.
+        """
         some = list(keys[: rights.MAX_KEYS_AT_ONCE])
         return FindReplicas(asker=self._client.ref, ticket=0, keys=some)

@@ -246,8 +246,8 @@ _QUARTERS = struct.Struct("=4I")
 
 
 class RemovedKeys:
-    """Stores a quarter of each key, at the place that another quarter names. The chance that a key
-    which was not removed is found is 1 in 2^31.
+    """The keys that were removed. It stores a quarter of each key at a place that another quarter
+    determines. A key that was not removed is taken for a removed one with a chance of 1 in 2^31.
     """
 
     def __init__(self, place_bits: int = PLACE_BITS) -> None:

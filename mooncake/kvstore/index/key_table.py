@@ -315,7 +315,9 @@ class Owner(Protocol):
         """Keys that `renew` would forget."""
 
     def renew(self, numbers: Numbers) -> Numbers:
-        """Return the new numbers of keys that are moved to another table; 0: forget the key."""
+        """Return the new numbers of keys that are moved to another table, or 0 to forget the
+        key.
+        """
 
 
 def words_of(keys: Sequence[BlockKey]) -> Words:
@@ -374,7 +376,7 @@ class KeyTable:
         return found
 
     def get_one(self, key: BlockKey) -> int:
-        """Return the number of a key, 0 if there is none. For one key this is faster than `get`."""
+        """Return the number of a key, 0 if there is none. This is faster than `get` for one key."""
         table = self._table
         if self._old is not None:
             first = int.from_bytes(key[: KEY_BYTES // 2], byteorder)

@@ -426,8 +426,8 @@ class PrefixIndex:
 
     @property
     def owners(self) -> tuple[Replica | None, ...]:
-        """The worker and the tier of each slot; None: it has no live worker. The same object until
-        slots change hands.
+        """The worker and the tier of each slot, or None if it has no live worker. The same object
+        until slots change hands.
         """
         if self._owners_for != self.generation:
             self._owners_for = self.generation

@@ -36,8 +36,8 @@ class Hashing:
     def __init__(
         self, dram: DramTier, disks: Disks | None, damaged: Callable[[BlockKey], None]
     ) -> None:
-        """Call `damaged` with each block whose bytes have changed. Without `disks` nothing is
-        hashed.
+        """Call `damaged` with each block whose bytes have changed. Nothing is hashed if `disks` is
+        None.
         """
         self._dram = dram
         self._disks = disks
@@ -216,8 +216,8 @@ class NodeBlocks:
         """Blocks lent to the pool clients of each credential, by its key."""
 
     def places(self, keys: list[BlockKey], grant: int = 0) -> BlockPlaces:
-        """Return the places of blocks that DRAM knows, in the arena. With a grant, they may be
-        written.
+        """Return the places of blocks that DRAM knows, in the arena. The peer may write them if it
+        has a grant.
         """
         segment, region_id = self._ports.transfer.segment, self._ports.region.region_id
         return packed_places(self._ports.layout, segment, region_id, self.dram.offsets(keys), grant)

@@ -139,7 +139,7 @@ class KvNode:
 
     @property
     def joined(self) -> bool:
-        """True once some gateway knows this node. Until then no reader is sent to it."""
+        """True once some gateway knows this node. Gateways send no reader to it before that."""
         return self._membership.welcomed
 
     @property
@@ -165,7 +165,7 @@ class KvNode:
     @property
     def next_life(self) -> NextLife | None:
         """How to come back, with nothing in DRAM, once nothing is in progress here any more, or
-        `RESTART_S` after it was told to; None: go on.
+        `RESTART_S` after it was told to, or None to go on.
         """
         may_leave = self._next_life is not None and (self._is_late or self.quiet)
         return self._next_life if may_leave else None

@@ -111,7 +111,9 @@ class Questions:
         """
 
     def on_asked(self, event: Asked, now: float) -> None:
-        """Handle a question. It is refused where a message of the control channel would be."""
+        """Handle a question. A question is refused for the same reasons as a message of the control
+        channel.
+        """
         try:
             message = decode(event.question)
         except ProtocolError as error:

@@ -240,8 +240,9 @@ class PinSessions:
 
     def send(self, number: int, message: PinBlocks, now: float) -> str | None:
         """Pin the leading blocks of a run, and send them behind the answer to a question. They are
-        unpinned when they are out. What the answer lacks, the reader asks for by a message: it may
-        be on a disk, or its `PutEnd` may still be on its way. Return why the question is refused.
+        unpinned when they are out. The reader asks by a message for blocks that the answer lacks:
+        they may be on a disk, or their `PutEnd` may still be on its way. Return why the question is
+        refused.
         """
         blocks = self._blocks
         reader, ticket, keys = message.reader, message.ticket, message.keys

@@ -4,8 +4,8 @@ clusters may share. It decides nothing.
 An object is the header page of a block (`block_record`), then the block. Its name holds the
 fingerprint of the KV layout, the key it is encrypted with, the block's key, and the tenant. So a
 listing tells what a node may read, and nodes that differ in one of these never read each other's
-blocks. With keys, header and block are encrypted as on a disk: what was made without the key is not
-taken for a block.
+blocks. Header and block are encrypted as on a disk if there are keys. An object that was made
+without the key is then not taken for a block.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class ObjectStore(Protocol):
         """Write an object whole, or not at all."""
 
     def get(self, name: str, out: memoryview) -> int | None:
-        """Read an object into `out`. Return its size, or None if there is no such object. Of one
-        that is larger than `out`, only the beginning is read.
+        """Read an object into `out`. Return its size, or None if there is no such object. Only the
+        beginning is read of an object that is larger than `out`.
         """
 
     def delete(self, name: str) -> None:
@@ -250,7 +250,7 @@ def _name(key: BlockKey, tenant: str) -> str:
 
 
 def _found(name: str) -> FoundBlock | None:
-    """Return what the name of an object says; None: it is not a block's."""
+    """Return what the name of an object says, or None if it is not a block's."""
     key, dot, tenant = name.partition(".")
     try:
         padded = tenant + "=" * (-len(tenant) % 4)

@@ -2,8 +2,8 @@
 goes where; this module moves and verifies the bytes.
 
 A directory holds segment files of many slots, preallocated as they are first needed and written
-with direct I/O where the file system allows. A directory is locked by its process. With keys, the
-threads that move blocks also encrypt the slots (`record_cipher`).
+with direct I/O where the file system allows. A directory is locked by its process. The threads that
+move blocks also encrypt the slots if there are keys (`record_cipher`).
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ class _FileDisk:
             )  # fmt: skip
 
     def _existing_headers(self) -> Iterator[tuple[int, memoryview | None]]:
-        """Yield (slot, its header) of every file; None: it cannot be read."""
+        """Yield (slot, its header) of every file, or None if it cannot be read."""
         for slots in self.files.existing_slots():
             for first in slots[::SCAN_PAGES]:
                 run = range(first, min(first + SCAN_PAGES, slots.stop))
@@ -383,7 +383,7 @@ class _FileDisk:
         self, blocks: list[DiskBlock], work: Callable[[list[DiskBlock]], list[int | None]]
     ) -> Ended:
         """Call `work` on runs of blocks whose slots are neighbours in one file, whatever their
-        order here. It returns checksums; None: the block has wrong contents.
+        order here. It returns checksums, or None if the block has wrong contents.
         """
         order = sorted(range(len(blocks)), key=lambda index: blocks[index].slot)
         outcomes, checksums = [Outcome.FAILED] * len(blocks), [0] * len(blocks)
@@ -401,7 +401,7 @@ class _FileDisk:
         return outcomes, checksums
 
     def _write_run(self, blocks: list[DiskBlock]) -> list[int | None]:
-        """Write the blocks, then their headers. Without a header no scan finds a block."""
+        """Write the blocks, then their headers. No scan finds a block that has no header."""
         first, last = blocks[0].slot, self._next_sequence_no(len(blocks))
         headers, checksums = self._headers(len(blocks)), []
         for index, block in enumerate(blocks):

@@ -185,8 +185,9 @@ class DramTier:
         may_evict: Callable[[BlockKey], bool] | None = None,
         head: Sequence[BlockKey] = (),
     ) -> tuple[dict[BlockKey, int], list[BlockKey]]:
-        """Make room for those of `keys` that are neither stored nor being written. With `may_evict`
-        only up to the high watermark, and evicting only what it allows while that comes first.
+        """Make room for those of `keys` that are neither stored nor being written. If `may_evict`
+        is given, fill only up to the high watermark, and stop when the next block to evict is one
+        that it does not allow.
 
         Returns (key -> byte offset of what was granted, in the order asked; keys evicted for it).
         Stops at the first block there is no room for. Blocks of the same run are never evicted for
@@ -364,7 +365,7 @@ class DramTier:
 
     @property
     def keeps_end_s(self) -> float | None:
-        """When to call `end_keeps` again; None: nothing is kept."""
+        """When to call `end_keeps` again, or None if nothing is kept."""
         return self._kept.next_s
 
     def is_kept(self, key: BlockKey) -> bool:

@@ -87,8 +87,8 @@ class Promotions:
         *,
         gently: bool = False,
     ) -> bool | None:
-        """Promote the missing blocks of the first piece of a run. With `gently` it loads as
-        `Tiering.load` does, and only while no reader waits.
+        """Promote the missing blocks of the first piece of a run. `gently` loads as `Tiering.load`
+        does, and only while no reader waits.
 
         Returns None when blocks have to be loaded: `settled` is called later. Otherwise `settled`
         is not called, and the result says whether asking again can give more than what is in DRAM.

@@ -67,7 +67,7 @@ class Openers:
         self._known = bytearray(num_slots * _OPENER.size)
 
     def get(self, slot: int) -> Opener | None:
-        """Return the opener of a slot; None: only its header has it."""
+        """Return the opener of a slot, or None if only its header has it."""
         opener = Opener._make(_OPENER.unpack_from(self._known, slot * _OPENER.size))
         return opener if any(opener.key) else None
 
@@ -109,7 +109,7 @@ class RecordCipher:
         page[_LEAD.size : HEADER_END] = seal(_header_key(key), plain, self._context)
 
     def open_header(self, page: memoryview) -> tuple[BlockHeader, Opener] | None:
-        """Return the contents of a header page and the opener of its block; None: it is not a
+        """Return the contents of a header page and the opener of its block, or None if it is not a
         header.
 
         Raises:

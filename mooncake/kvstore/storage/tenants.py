@@ -58,7 +58,7 @@ class TenantEviction:
         return quota is not None and self._used.get(tenant, 0) >= quota
 
     def _quota(self, key: BlockKey, tenant: str) -> int | None:
-        """Return the limit that applies to a block; None: there is none."""
+        """Return the limit that applies to a block, or None if there is none."""
         return self._named.get(tenant, self._client_quota if is_clients(key, tenant) else None)
 
     def admits(self, tenant: str) -> bool:
@@ -187,8 +187,8 @@ class KeptBlocks:
     def keep(
         self, run: Sequence[BlockKey], tenant: str, until_s: float
     ) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Keep the blocks of a run, which belong to `tenant`, at least until then. Of more than the
-        tenant may have, keep the first: a tail without its head is worth nothing.
+        """Keep the blocks of a run, which belong to `tenant`, at least until then. Keep the first
+        blocks if these are more than the tenant may have: a tail without its head is worth nothing.
 
         Returns (the blocks that were not kept before, those that are displaced).
         """
@@ -262,7 +262,7 @@ class KeptBlocks:
 
     @property
     def next_s(self) -> float | None:
-        """When to call `expire` again; None: nothing is kept."""
+        """When to call `expire` again, or None if nothing is kept."""
         return self._order[0] * SLOT_S if self._order else None
 
     def check_integrity(self) -> None:

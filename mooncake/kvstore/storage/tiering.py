@@ -173,8 +173,8 @@ class Tiering:
         """Begin to load blocks of one run that `can_load`. The `Loaded` callback is told the
         result.
 
-        With `gently`, only room that is free or held by one-off blocks is used. Returns (blocks
-        that are loading now, from the first on; keys evicted for them).
+        `gently` uses only room that is free or held by one-off blocks. Returns (blocks that are
+        loading now, from the first on; keys evicted for them).
         """
         keys = self.loadable(keys)
         if not keys:

@@ -79,7 +79,9 @@ class LocalCluster:
         return list(self._workers)
 
     def vitals(self) -> list[Vitals]:
-        """Return the state of each worker, including those that failed. From any thread."""
+        """Return the state of each worker, including those that failed. Any thread may call
+        this.
+        """
         return [health.vitals() for health in list(self._healths.values())]
 
     def start(self, settings: Sequence[WorkerSettings]) -> None:

@@ -29,7 +29,7 @@ def stays_calm(config: ServeConfig) -> bool:
 
 def new_log_file() -> str | None:
     """Return the path of an empty file for this process, and remove the oldest files beside it.
-    None: there is no room for a file.
+    Return None if there is no room for a file.
     """
     folder = cache_dir() / "logs"
     path = folder / f"serve-{os.getpid()}.log"

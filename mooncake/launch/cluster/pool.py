@@ -1,6 +1,6 @@
 """A pool without engines, in this process and without Ray: one node and, unless it joins another
-pool, that pool's registry. For machines with DRAM and disks to spare, and for clients that are not
-our workers.
+pool, that pool's registry. It serves machines with DRAM and disks to spare, and clients that are
+not our workers.
 
 Owns the order of starting and stopping. The registry is the gateway's own machine: it keeps the
 membership table, announces lost members, and tells clients where blocks are.

@@ -148,9 +148,9 @@ def _run(
     phases: StartPhases,
     meanwhile: contextlib.ExitStack,
 ) -> int:
-    """Take the port, open the API server in front of the workers, and serve. Without an API server
-    there is no port. `meanwhile` is closed once the workers have started; only their start needs
-    it.
+    """Take the port, open the API server in front of the workers, and serve. There is no port if
+    there is no API server. `meanwhile` is closed once the workers have started; only their start
+    needs it.
     """
     phases.begin("opening the API server")
     with importing():

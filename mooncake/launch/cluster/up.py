@@ -124,7 +124,7 @@ def machine_credential(machine: Machine, folder: Path) -> Credential:
 
 
 def placed_limit_s(cluster: ClusterFile, machine: Machine) -> float:
-    """Return how long what Ray has placed on a machine may take to end; 0: Ray places nothing
+    """Return how long what Ray has placed on a machine may take to end, or 0 if Ray places nothing
     there.
     """
     roles = cluster.placed if machine.counts.get(RAY) else ()

@@ -72,7 +72,9 @@ class Workers:
         return ""
 
     def vitals(self) -> list[Vitals]:
-        """Return the state of what this process starts, for its probes. From any thread."""
+        """Return the state of what this process starts, for its probes. Any thread may call
+        this.
+        """
         return []
 
 
@@ -242,7 +244,7 @@ def _instance_settings(config: ServeConfig, device: str) -> InstanceConfig:
 
 
 def _ssd_key(config: ServeConfig) -> KeySource | None:
-    """Return where a pool node finds the keys of its blocks on SSD; None: the blocks are not
+    """Return where a pool node finds the keys of its blocks on SSD, or None if the blocks are not
     encrypted.
     """
     if not config.ssd_encryption:

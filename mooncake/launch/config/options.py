@@ -329,9 +329,9 @@ def json_object(
     try:
         given = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise ConfigError(f"{flag(name)}: {value!r} is no JSON: {error}") from None
+        raise ConfigError(f"{flag(name)}: {value!r} is not JSON: {error}") from None
     if not isinstance(given, dict):
-        raise ConfigError(f"{flag(name)}: {value!r} is no JSON object of {fields}")
+        raise ConfigError(f"{flag(name)}: {value!r} is not a JSON object of {fields}")
     return given
 
 
@@ -525,7 +525,7 @@ def _place_and_key(name: str, written: str) -> str:
     place, mark, key = written.partition("#")
     if mark and not re.fullmatch("[0-9a-f]{64}", key):
         raise ConfigError(
-            f"{flag(name)}: the part after # in {written!r} is no key; copy the whole address"
+            f"{flag(name)}: the part after # in {written!r} is not a key; copy the whole address"
         )
     return host_and_port(name, place.rstrip("/")) + mark + key
 

@@ -406,8 +406,8 @@ def _memories(
 
 
 def _kvstore(config: ServeConfig, layout: KvLayout | None) -> KvStoreConfig:
-    """Return the settings of pool nodes, which are to hold blocks of `layout`; None: there are no
-    pool nodes.
+    """Return the settings of pool nodes, which are to hold blocks of `layout`, or None if there are
+    no pool nodes.
 
     Raises:
         ConfigError: DRAM holds no block, or there are disks or a bucket and no pool node.
@@ -550,7 +550,7 @@ def _first_token_s(config: ServeConfig) -> float | None:
 
 def _gpus_here(config: ServeConfig, options: ModelOptions, num_ranks: int) -> GpuNode | None:
     """Return this machine's GPUs, each as large as the part that one of `num_ranks` ranks has.
-    None: there are no GPUs, or their memory is not known.
+    Return None if there are no GPUs, or their memory is not known.
     """
     num_gpus = machine_facts.num_gpus()
     if options.device == "cpu" or not num_gpus or config.max_num_batched_tokens is not None:
@@ -752,8 +752,8 @@ def _stage_hosts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[tup
 
 def _counts(config: ServeConfig, shapes: Mapping[Role, Shape]) -> tuple[int, int, int]:
     """Return how many prefill, decode and kvstore workers there are. An engine that shares its
-    experts counts once for each sharer. Where workers come and go on one machine, as many are
-    planned as there may be: memory and threads must do for them.
+    experts counts once for each sharer. If workers come and go on one machine, plan for the largest
+    number of them: memory and threads must suffice for all.
     """
     dp = {role.value: shape.dp for role, shape in shapes.items()}
     if config.role is not None:

@@ -40,7 +40,7 @@ def checkpoint(model: str) -> Path:
 
 def shape_of(model: str) -> Path | None:
     """Return the directory with the shipped `config.json` of a model of this name, without weights,
-    if `model` itself does not exist. That is enough for a plan. None: there is none.
+    if `model` itself does not exist. That is enough for a plan. Return None if there is none.
     """
     found = configs() / FOLDERS[ModelFigures] / Path(model).name
     return found if not Path(model).exists() and (found / "config.json").is_file() else None

@@ -16,7 +16,7 @@ DISTRIBUTION = "mooncake-serve"
 @functools.cache
 def revision() -> str:
     """Return the git revision of the package at the time of the first call: a checkout may change
-    while a process runs. Empty: it is not known.
+    while a process runs. It is empty if it is not known.
     """
     return revision_of(Path(mooncake.__file__).parents[1])
 

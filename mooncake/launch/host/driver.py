@@ -125,18 +125,20 @@ class Driver:
             self._end()
 
     def stop(self) -> None:
-        """Ask the loop to end; from any thread, any number of times."""
+        """Ask the loop to end. Any thread may call this, more than once."""
         self._stopping = True
         self._calls.ring()
 
     def stop_when(self, done: Callable[[Any], bool], limit_s: float | None) -> None:
-        """Ask the loop to end once `done(machine)`, or after `limit_s`; from any thread."""
+        """Ask the loop to end once `done(machine)`, or after `limit_s`. Any thread may call
+        this.
+        """
         self._leaving = (done, None if limit_s is None else self._clock.now() + limit_s)
         self._calls.ring()
 
     def once(self, holds: Callable[[Any], bool], then: Callable[[], object]) -> None:
         """Call `then` at the first time that `holds(machine)` once the machine has done what is
-        due. Before `run`; an earlier call is forgotten.
+        due. Call this before `run`; it replaces an earlier call.
         """
         self._awaited = (holds, then)
 
@@ -249,11 +251,11 @@ class Driver:
             )
         if not self._returns:
             raise FencedOff(
-                f"{name} was given up by the cluster and ends, as it was silent for too long: it "
-                "stood still, or had no network; start it again"
+                f"the cluster has given {name} up, so it ends: it was silent for too long, because "
+                "it stood still or had no network; start it again"
             )
         _log.warning(
-            "%s was given up by the cluster, as it was silent for too long: it ends its requests "
+            "the cluster has given %s up, as it was silent for too long: it ends its requests "
             "and comes back with its weights", name,
         )  # fmt: skip
 

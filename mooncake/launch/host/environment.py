@@ -101,7 +101,7 @@ def prepare_ray(environ: Mapping[str, str], *, here_only: bool, bare_lines: bool
 
 def cache_dir() -> Path:
     """Return the folder for files that can be computed again: `$XDG_CACHE_HOME/mooncake`, otherwise
-    `~/.cache/mooncake`. For a user without a home it is a folder that does not exist.
+    `~/.cache/mooncake`. It is a folder that does not exist if the user has no home.
     """
     default = f"{os.environ.get('HOME', '/nonexistent')}/.cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or default) / "mooncake"
@@ -131,7 +131,7 @@ def with_ray_tls(
 
 
 def ray_tls(environ: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return the files of `RAY_TLS_FILES`; None: Ray does not use TLS.
+    """Return the files of `RAY_TLS_FILES`, or None if Ray does not use TLS.
 
     Raises:
         ConfigError: a file is missing.

@@ -72,8 +72,8 @@ def read_list(file: Path) -> dict[str, str]:
         path = PurePosixPath(matched[2]) if matched else PurePosixPath("..")
         if matched is None or path.is_absolute() or ".." in path.parts:
             raise ConfigError(
-                f"digests: line {number} of {file} is no digest and path of `sha256sum`; "
-                "`mooncake model digests DIR` writes such a list"
+                f"digests: line {number} of {file} is not a digest and a path, as "
+                "`sha256sum` prints them; `mooncake model digests DIR` writes such a list"
             )
         found[path.as_posix()] = matched[1]
     if not found:
@@ -84,8 +84,8 @@ def read_list(file: Path) -> dict[str, str]:
 
 
 def check(folder: Path, wanted: Mapping[str, str], *, weights: bool = True) -> int:
-    """Compare all files below `folder` with a list and return how many there are. Without
-    `weights`, the list's files of weights may be missing.
+    """Compare all files below `folder` with a list and return how many there are. The list's files
+    of weights may be missing if `weights` is false.
 
     Raises:
         CheckpointError: a file is missing, is not listed, or has other contents.

@@ -74,7 +74,7 @@ class HttpServer:
         tls: TlsFiles | None = None,
     ) -> None:
         """Start to listen; port 0 means any free port. `flag` is the setting that names the port.
-        With `tls` the server speaks only HTTPS.
+        The server speaks only HTTPS if `tls` is given.
 
         Raises:
             ConfigError: the address cannot be bound, or a file of `tls` is wrong.

@@ -40,7 +40,7 @@ def bind_nccl(host: str) -> None:
 
 def interface_of(host: str) -> str | None:
     """Return the name of the interface that has the address `host`, or one that the name `host`
-    stands for; None: none has.
+    stands for, or None if no interface has it.
     """
     wanted = {
         (family, socket.inet_pton(family, str(address[0]).partition("%")[0]))

@@ -124,7 +124,7 @@ def seen_gpus() -> list[str]:
 
 
 def gpu_bytes() -> int | None:
-    """Return the memory of the smallest GPU that the driver names; None: the driver does not
+    """Return the memory of the smallest GPU that the driver names, or None if the driver does not
     say.
     """
     program = shutil.which("nvidia-smi")

@@ -132,7 +132,7 @@ def locate(
             bind_host=machine_facts.address_towards(str(about["address"])),
         )
     except (KeyError, TypeError, msgspec.ValidationError) as error:
-        raise MooncakeError(f"{url} is no pool node of this version: {error}") from error
+        raise MooncakeError(f"{url} is not a pool node of this version: {error}") from error
 
 
 def _protocols(config: PoolSessionConfig) -> list[str]:
@@ -424,7 +424,7 @@ class PoolSession:
         return True
 
     def exists(self, keys: Sequence[BlockKey]) -> list[Tier | None]:
-        """Return the tier of each block; None: not stored."""
+        """Return the tier of each block, or None if it is not stored."""
         return self._call(lambda client: client.exists(self._named(keys)))
 
     def match(self, keys: Sequence[BlockKey]) -> int:
@@ -518,7 +518,7 @@ class PoolSession:
             # The client ends every call in time; only a client that was given up does not.
             result = answer.result(timeout=3 * self._config.timeout_s)
         except TimeoutError as error:
-            raise Unavailable("this client was given up by the cluster: open a new one") from error
+            raise Unavailable("the cluster has given this client up: open a new one") from error
         if isinstance(result, MooncakeError):
             raise result
         return result

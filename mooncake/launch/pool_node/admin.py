@@ -78,7 +78,7 @@ class Guard:
         return Route(method, answer)
 
     def _refusal(self, request: Request, roles: Sequence[CredentialRole]) -> Answer | None:
-        """Return the answer to a caller that may not ask this; None: it may."""
+        """Return the answer to a caller that may not ask this, or None for a caller that may."""
         signer = self.verifier.signer(request.authorization, request.method, request.path)
         if signer is None and not self._has_token(request.authorization):
             if request.authorization:  # the first request of a signer has no header

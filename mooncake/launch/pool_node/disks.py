@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # those who only check need neither
 def open_disks(
     config: KvStoreConfig, layout: KvLayout, key_source: KeySource | None = None
 ) -> FileDisks:
-    """Open the directories of `config.ssd`. Without any, the result still hashes blocks.
+    """Open the directories of `config.ssd`. The result hashes blocks even if there are no disks.
 
     key_source: where the keys for blocks are; None: blocks are not encrypted.
 

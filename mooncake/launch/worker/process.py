@@ -184,7 +184,7 @@ def run(
 def _borrower(
     settings: WorkerSettings, credential: Credential, advertise_host: str | None
 ) -> Borrower | None:
-    """Return what finds the weights of other engines; None: this one reads files."""
+    """Return what finds the weights of other engines, or None if this one reads files."""
     if settings.weights_from != FROM_ENGINES:
         return None
     gateways = dict.fromkeys([*settings.seeds, settings.gateway_address])
@@ -248,7 +248,7 @@ def _reader(
 
 
 def _borrowed(borrower: Borrower, path: Path, revision: str) -> BorrowedWeights | None:
-    """Return the weights of an engine that runs; None: no engine lends them."""
+    """Return the weights of an engine that runs, or None if no engine lends them."""
     found = borrower.borrow(path, revision)
     if isinstance(found, BorrowedWeights):
         _log.info("weights are read from %s, which serves them", found.loan.lent.lender)

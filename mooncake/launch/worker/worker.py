@@ -128,8 +128,8 @@ class Worker:
         self.driver.once(lambda machine: machine.joined, then)
 
     def families(self) -> list[Metric]:
-        """Return the worker's figures as Prometheus families; none if its driver does not answer
-        or has ended. From any thread.
+        """Return the worker's figures as Prometheus families; none if its driver does not answer or
+        has ended. Any thread may call this.
         """
         if isinstance(self.machine, Sleeper | ExpertWorker):
             return []
@@ -170,7 +170,7 @@ class Worker:
 
     def meet(self, gateway_address: str) -> None:
         """Look for a gateway at this address too, in place of the one that an earlier call named.
-        From any thread.
+        Any thread may call this.
         """
         self._met = gateway_address
         if self._seeds is not None:

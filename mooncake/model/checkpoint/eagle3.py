@@ -222,8 +222,8 @@ def _is_one_of(config: Mapping[str, Any], names: Sequence[str]) -> bool:
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     if not _is_one_of(config, GROUPED + LATENT):
         raise CheckpointError(
-            f"config.json: architectures {config.get('architectures')!r:.80} is no EAGLE-3 head "
-            f"that can be served; {', '.join(GROUPED + LATENT)} are"
+            f"config.json: architectures {config.get('architectures')!r:.80} is not an EAGLE-3 "
+            f"head that can be served; {', '.join(GROUPED + LATENT)} are"
         )
     wanted = {"num_hidden_layers": 1, "hidden_act": "silu", "quantization_config": None}
     for key, value in {**wanted, **dict.fromkeys(_FALSE, False)}.items():

@@ -157,8 +157,8 @@ class Cut:
 def cut_of(
     spec: ModelSpec, name: str, num_ranks: int, *, whole_experts: bool = False
 ) -> Cut | None:
-    """Return how tensor `name` is cut among `num_ranks` ranks; None: it is whole on each rank that
-    has it.
+    """Return how tensor `name` is cut among `num_ranks` ranks, or None if it is whole on each rank
+    that has it.
 
     The embedding's columns and the vocabulary are cut only where they divide evenly.
     """
@@ -197,7 +197,7 @@ def is_held(spec: ModelSpec, name: str, layers: range, *, drafts: bool = False) 
 
 
 def is_of_mtp(spec: ModelSpec, name: str) -> bool:
-    """Whether a tensor is in an MTP layer. Of its experts each instance has all."""
+    """Whether a tensor is in an MTP layer. Each instance has all of its experts."""
     return name.startswith("model.layers.") and _layer_of(name) >= spec.num_hidden_layers
 
 

@@ -214,7 +214,8 @@ def _joined(piece: list[int], pair: tuple[int, int], merged: int) -> list[int]:
 def tokenizer_config(num_base: int, pattern: str = "") -> dict[str, Any]:
     """Return `tokenizer_config.json`: K2's special tokens by name, at their offsets.
 
-    pattern: splits text before merging, unless it is Kimi-K2's.
+    pattern: the regular expression that splits text before tokens are merged; empty means
+    Kimi-K2's.
     """
     added = {
         str(special_token_id(name, num_base)): {

@@ -259,7 +259,7 @@ class Eagle3Head:
         )
 
     def _target_tokens(self) -> torch.Tensor | None:
-        """Return the model's token for each drafted one, int64; None: they are the same."""
+        """Return the model's token for each drafted one, int64, or None if they are the same."""
         files, spec = self._files, self.spec
         if TO_TARGET not in files.homes:
             return None

@@ -26,8 +26,8 @@ from mooncake.model.kv_tensors import KvTensors
 
 
 def load_head(path: str | None, model: KimiK2, backends: Backends) -> Eagle3Head | None:
-    """Return the EAGLE-3 head in the directory `path`; None: there is none, or ranks of a later
-    stage have it.
+    """Return the EAGLE-3 head in the directory `path`, or None if there is none, or ranks of a
+    later stage have it.
 
     Raises:
         CheckpointError: it is not complete, or the head of another model.

@@ -41,13 +41,13 @@ class DraftLayer(Protocol):
 
     @property
     def block_tokens(self) -> int | None:
-        """The tokens of a block, when the layer's KV lies in the model's blocks; None: it lies
+        """The tokens of a block, when the layer's KV lies in the model's blocks, or None if it lies
         elsewhere.
         """
 
     @property
     def window(self) -> int | None:
-        """How many rows before itself a row needs to see; None: all of them."""
+        """How many rows before itself a row needs to see, or None if it needs all of them."""
 
     def states(self, read: torch.Tensor) -> torch.Tensor:
         """Return the states that the layer takes, from the model's states [rows, read width]."""

@@ -188,8 +188,8 @@ class Follower:
         self._job: Job[torch.Tensor | None] = self._submit(list(output_tokens))
 
     def allowed(self) -> torch.Tensor | None:
-        """Return the tokens that may come next in the form of `bits_of`; None: all may. Waits for
-        the mask.
+        """Return the tokens that may come next in the form of `bits_of`, or None if all may. Waits
+        for the mask.
 
         Raises:
             InternalError: the grammar is broken, or its mask takes longer than the limit.

@@ -206,9 +206,9 @@ class Moe:
     ) -> None:
         """group: the ranks that each have columns of every expert; None: this one has all. sharing:
         the ranks that each have some whole routed experts instead of columns, in `num_slots` slots
-        on all of them together. host: computes the
-        routed experts; None: `backends` does, where the rest of the model is. slabs: how many slabs
-        of an expert's inner columns this rank has, when sums are made of slabs; 0: they are not.
+        on all of them together. host: computes the routed experts; None: `backends` computes them
+        on the model's device. slabs: the number of slabs of an expert's inner columns on this rank;
+        0: sums are not made of slabs.
         """
         self._group = group or Solo()
         self._routing = Routing(

@@ -77,7 +77,7 @@ class GatheredRows:
 
     def agree(self, rows: int, last_rows: int, replayed: int = 0) -> int:
         """Begin a step together: this rank has `rows`, and in the last layer `last_rows`. Return
-        the size of the captured step that all ranks replay; 0: none, because one replays none.
+        the size of the captured step that all ranks replay, or 0 if one of them replays none.
         Raises GroupError when another rank failed, or did not come.
 
         replayed: the size of the captured step that this rank needs; 0: it replays none.
@@ -162,8 +162,9 @@ class GatheredRows:
         )
 
     def collect(self, sums: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return the sums of all ranks for this rank's rows, [num_rows, width]. `sums`: for the
-        rows of `spread`. Raises GroupError when another rank failed, or did not come.
+        """Return the sums of all ranks for this rank's rows, [num_rows, width]. `sums`: what this
+        rank adds to each of the rows that `spread` returned. Raises GroupError when another rank
+        failed, or did not come.
         """
         if not self._most:
             return sums

@@ -256,7 +256,7 @@ class Lead:
 
     @property
     def lost(self) -> str | None:
-        """Why this instance cannot go on; None: it can."""
+        """Why this instance cannot go on, or None if it can."""
         return self.ranks.lost
 
     def fail(self, why: str) -> None:

@@ -181,8 +181,8 @@ class TorchGroup:
             self._ranks.abort()
 
     def _of_pairs(self) -> Any:
-        """Return that by which one rank sends to another. Who receives waits without a limit; over
-        NCCL a limit is that of all exchanges of a group, so pairs are a group of their own.
+        """Return that by which one rank sends to another. A receiver waits without a limit. NCCL
+        has one limit for all exchanges of a group, so pairs are a group of their own.
         """
         if self._kind == GLOO:
             return self._connected()

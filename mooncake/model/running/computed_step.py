@@ -178,7 +178,7 @@ class ComputedStep:
 
     def sampled_logits(self) -> torch.Tensor | None:
         """Return the logits of the rows from which tokens may be sampled: for each slot in
-        `sampled` those of its last token and of its drafts. None: there are none.
+        `sampled` those of its last token and of its drafts. Return None if there are none.
         """
         rows: list[int] = []
         for each in self._inputs.output_rows:

@@ -196,7 +196,7 @@ class ModelRunner:
 
     @property
     def _lost(self) -> str | None:
-        """Why no step can run any more; None: steps can."""
+        """Why no step can run any more, or None if steps can."""
         others = [each for each in (self._peers, self._lead) if each is not None]
         return next((each.lost for each in others if each.lost is not None), None)
 

@@ -155,7 +155,7 @@ class Fleet:
         return self._engines[self._index[name]].state == "up"
 
     def on_events(self, name: str, source: Hashable, events: Iterable[EngineEvent] | None) -> None:
-        """Take block events of one of an engine's processes; None: some are lost."""
+        """Take block events of one of an engine's processes. `None` means that some are lost."""
         published = self._engines[self._index[name]].published
         if events is None:
             published.forget(source)

@@ -72,7 +72,7 @@ class Prompt:
         self.num_tokens = max(1, len(tokens) // TOKEN_BYTES)
 
     def blocks(self, block_tokens: int) -> Sequence[BlockKey] | None:
-        """Return the keys of the prompt's full blocks; None: its tokens are not known."""
+        """Return the keys of the prompt's full blocks, or None if its tokens are not known."""
         if self._tokens is None:
             return None
         if block_tokens not in self._blocks:
@@ -170,8 +170,8 @@ class PublishedBlocks:
                 self._drop(owner, name)
 
     def num_tokens(self, prompt: Prompt) -> int | None:
-        """Return how many tokens of a prompt, from its begin on, the engine has; None: the prompt's
-        tokens, or the engine's blocks, are not known.
+        """Return how many tokens of a prompt, from its begin on, the engine has, or None if the
+        prompt's tokens, or the engine's blocks, are not known.
         """
         most = None
         for size in self.sizes:

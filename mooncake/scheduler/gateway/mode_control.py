@@ -224,8 +224,8 @@ class ModeControl:
         return False
 
     def on_asleep(self, asleep: Asleep, now: float) -> None:
-        """Record that an engine sleeps. If only a pool has said what is wanted, the engine knows
-        better: a pool does not hear that engines sleep.
+        """Record that an engine sleeps. The engine knows better than a pool, which does not hear
+        that engines sleep.
         """
         theirs = asleep.mode
         if theirs.number < self.mode.number == self._guessed:

@@ -237,7 +237,7 @@ def _donor(
     prefills: Sequence[InstanceView], decodes: Sequence[InstanceView], wanted: Role
 ) -> InstanceView | None:
     """Return the worker that a change to this role would disturb least. Workers that share their
-    experts keep their role; None: all of the other role do.
+    experts keep their role. Return None if all of the other role share them.
     """
     pool = decodes if wanted is Role.PREFILL else prefills
     return min((view for view in pool if not view.hello.expert_group), key=_in_use, default=None)

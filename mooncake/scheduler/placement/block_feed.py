@@ -81,7 +81,9 @@ class BlockFeed:
         self._doubted = dict.fromkeys(self._told)
 
     def tick(self, now: float) -> float | None:
-        """Check some blocks in doubt. Returns when to call again; None: no block is in doubt."""
+        """Check some blocks in doubt. Returns when to call again, or None if no block is in
+        doubt.
+        """
         some = list(itertools.islice(self._doubted, DOUBTS_A_TICK))
         for key in some:
             del self._doubted[key]

@@ -119,7 +119,7 @@ class BundledPlacement(_Fact, frozen=True):
 
 
 def replay(placement: BundledPlacement) -> tuple[str | None, str] | None:
-    """Return who is chosen for the prompt (None: the decode worker) and for decoding; None: no
+    """Return who is chosen for the prompt (None: the decode worker) and for decoding, or None if no
     worker is large enough.
 
     Raises:

@@ -135,7 +135,9 @@ class Conductor:
 
     @property
     def computes(self) -> InstanceView | None:
-        """One of the workers that compute prompts, or the last that there was. None: none yet."""
+        """One of the workers that compute prompts, or the last that there was. It is None if there
+        was none yet.
+        """
         views = self._prefills.views or self._decodes.views
         self._computes = views[0] if views else self._computes
         return self._computes

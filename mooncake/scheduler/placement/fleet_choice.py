@@ -345,8 +345,8 @@ def _prefill_s(columns: Floats, num_new: int, num_context: int, chunk_tokens: in
 
 
 def _codes(own: Ints, held: Bools) -> Ints | None:
-    """Return a number for each member, equal for members that hold the same blocks; None: all
-    do.
+    """Return a number for each member, equal for members that hold the same blocks, or None if all
+    members hold the same blocks.
     """
     if not len(held) and (own == own[0]).all():
         return None

@@ -110,8 +110,8 @@ class DecodeForecast:
     def _tbt_of_s(
         self, view: InstanceView, num_tokens: int, times: tuple[float, float, float], stay_s: float
     ) -> float:
-        """Return the gap that a request which joins at the second of `times` (now, then, later)
-        meets at the third.
+        """Return the predicted gap between tokens at `then_s`, for a request that joins at `at_s`.
+        times: (now, at_s, then_s).
         """
         now, at_s, then_s = times
         pace = _tokens_per_s(view)

@@ -13,8 +13,8 @@ Cunneen). Decode: as many sequences are open at once as tokens are asked for in 
 
 More replicas are wanted at once, fewer when they have been enough for `quiet_s`. None is needed
 while nothing is asked for and nothing is open. Batch work is no demand: it fills idle capacity, and
-one replica of each role is enough for it. Until the policy has seen `quiet_s` of the demand it
-gives no replica up.
+one replica of each role is enough for it. The policy gives no replica up before it has seen
+`quiet_s` of the demand.
 
 The gateway counts the demand (`DemandMeter`). Refused requests count too, because with more
 replicas they would have been served. Each gateway tells its totals to the others, so that all of
@@ -99,7 +99,7 @@ class DemandMeter:
         )
 
     def on_peer(self, gateway_id: str, sums: Sequence[float]) -> None:
-        """Take the totals of another gateway. What it was asked for before it was met here does not
+        """Take the totals of another gateway. Requests that it had before it was known here do not
         count.
         """
         usable = len(sums) == len(Offered._fields)

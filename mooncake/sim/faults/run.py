@@ -35,7 +35,7 @@ class FaultyRun:
         faults: Sequence[Fault] | None,
         source: str,
     ) -> None:
-        """Prepare the run. With `faults` None, faults are drawn from the configuration's seed.
+        """Prepare the run. Faults are drawn from the configuration's seed if `faults` is None.
 
         Raises:
             ConfigError: a fault cannot happen in this cluster; the message names its `source`.

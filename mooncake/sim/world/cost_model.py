@@ -438,7 +438,8 @@ def sim_layout(model: ModelFigures, block_tokens: int, num_groups: int) -> KvLay
     width, rest = divmod(model.kv_bytes_per_token, num_groups)
     if rest:
         raise ConfigError(
-            f"{model.name}: {model.kv_bytes_per_token} bytes are not {num_groups} groups"
+            f"{model.name}: {model.kv_bytes_per_token} bytes of KV a token cannot be divided into "
+            f"{num_groups} groups"
         )
     return KvLayout(
         num_layers=num_groups,

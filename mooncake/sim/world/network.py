@@ -433,8 +433,8 @@ class SimTransfer:
         return None
 
     def _fail(self, batch_id: int, error: str) -> None:
-        """End a batch whose deadline has passed, or that was cancelled. While this process stands
-        still, what is on its way comes first.
+        """End a batch whose deadline has passed, or that was cancelled. Bytes that are on their way
+        come first while this process stands still.
         """
         if not self._stands_still(lambda: self._fail_soon(batch_id, error)):
             self._finish(batch_id, error, 0)

@@ -327,7 +327,7 @@ class World:
                 ranked.hang_rank(LEAD, seconds)
 
     def ranked(self, worker_id: str) -> RankedRunner | None:
-        """Return the ranks of a living worker. None: it is dead, or has one rank."""
+        """Return the ranks of a living worker, or None if it is dead, or has one rank."""
         worker = self.workers[worker_id]
         runner = worker.runner if worker.process is not None else None
         return runner if isinstance(runner, RankedRunner) else None
@@ -433,7 +433,7 @@ class World:
         self.leave(worker_id, limit_s)
 
     def leave(self, worker_id: str, limit_s: float) -> None:
-        """Ask an engine to leave (SIGTERM). At the latest after `limit_s` it says goodbye and ends,
+        """Ask an engine to leave (SIGTERM). It says goodbye and ends after `limit_s` at the latest,
         and another process takes its place.
         """
         worker = self.workers[worker_id]

@@ -26,7 +26,7 @@ def send(sock: socket.socket, body: bytes) -> None:
 def receive(
     sock: socket.socket, most: int | None = None, until_s: float | None = None
 ) -> bytes | None:
-    """Return the next body; None: the other end has gone.
+    """Return the next body, or None if the other end has gone.
 
     Raises:
         TimeoutError: the frame was not complete at `until_s`, by the monotonic clock.

@@ -22,7 +22,7 @@ def decode(
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"malformed {subject}: {error!s:.200}") from error
+        raise ProtocolError(f"the {subject} is malformed: {error!s:.200}") from error
 
 
 class Codec(Generic[Ask, Answer]):

@@ -164,8 +164,8 @@ class PeerIdentity:
 
     @property
     def borrower(self) -> str | None:
-        """The name under which memory is lent to it; None: a worker, which reaches all registered
-        memory.
+        """The name under which memory is lent to it, or None for a worker, which reaches all
+        registered memory.
         """
         if CredentialRole.WORKER in self.certificate.roles:
             return None
@@ -243,7 +243,9 @@ class ConnectingSide:
                 self._agreed, self._transcript, self._protection, is_client=True
             )
             return None
-        raise HandshakeRefused(f"unexpected {type(message).__name__.lower()} in the handshake")
+        raise HandshakeRefused(
+            f"the peer sent an unexpected {type(message).__name__.lower()} in the handshake"
+        )
 
 
 class AcceptingSide:
@@ -302,7 +304,9 @@ class AcceptingSide:
             return challenge
         if isinstance(message, Proof) and self._hello is not None and self.identity is None:
             return self._judge(self._hello, message)
-        return self._refuse(f"unexpected {type(message).__name__.lower()} in the handshake")
+        return self._refuse(
+            f"the peer sent an unexpected {type(message).__name__.lower()} in the handshake"
+        )
 
     def _judge(self, hello: Hello, proof: Proof) -> bytes:
         assert self._client is not None

@@ -80,7 +80,7 @@ def watch_host(sock: socket.socket, dead_host_s: float) -> None:
 
 
 def whence(sock: socket.socket) -> str | None:
-    """Return the address of the other end; None: it has gone, or it is on this host."""
+    """Return the address of the other end, or None if it has gone, or it is on this host."""
     try:
         peer = sock.getpeername()
     except OSError:

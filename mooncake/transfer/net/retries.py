@@ -175,7 +175,7 @@ class RetryQueue:
         self.hold(new, moved)
 
     def confirm(self, fences: Iterable[Fence]) -> None:
-        """Queue what was held for these fences: the peer has confirmed them."""
+        """Queue the parts that waited until the peer confirmed these fences."""
         with self._lock:
             parts = [part for fence in fences for part in self._held.pop(fence, [])]
         self.again(parts)

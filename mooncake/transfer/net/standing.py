@@ -92,8 +92,8 @@ class Standing:
                 self._used.add(owner)
 
     def objection(self, certificate: Certificate) -> str | None:
-        """Return why a peer that has proven a certificate may have no session any more. None: this
-        certificate, or a newer one of the same keys, is valid.
+        """Return why a peer that has proven a certificate may have no session any more. Return None
+        if this certificate, or a newer one of the same keys, is valid.
         """
         key = certificate.signing_key
         with self._lock:

@@ -60,7 +60,9 @@ class RdmaMemory:
         table.watch_withdrawals(self._withdraw)
 
     def _add(self, region: AnyRegion) -> None:
-        """Register a new region with all NICs. Raises TransferError when host memory cannot be."""
+        """Register a new region with all NICs. Raises TransferError when a NIC cannot register host
+        memory.
+        """
         with self._changing:
             if isinstance(region, DeviceRegion):
                 known = self._reach(region.memory)

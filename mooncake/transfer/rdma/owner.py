@@ -69,7 +69,7 @@ class RdmaOwner:
 
     def fence(self, grant: int) -> Fence:
         """End the sessions of clients that may write by a revoked grant. A queue pair that is
-        destroyed here lets nothing in, whatever the client does. From any thread.
+        destroyed here lets nothing in, whatever the client does. Any thread may call this.
         """
         writers = [each for each in self.listener.sessions if each.may_write(grant)]
         for session in writers:

@@ -36,7 +36,7 @@ _MAX_GRANTS = 4096
 
 
 def _grant_of(job: Job) -> int:
-    """Return the grant by which a job writes; 0: none, or the job reads."""
+    """Return the grant by which a job writes, or 0 if there is none, or the job reads."""
     return job.grant if job.op is Op.WRITE else 0
 
 
@@ -180,7 +180,7 @@ class RdmaPeer:
 
     def _lacks(self, job: Job, ops: Sequence[TransferOp]) -> bool:
         """Return whether keys of these ops' regions, or the answer to the job's grant, are not
-        known. What is missing is asked for.
+        known. Ask the owner for what is missing.
         """
         regions = {op.remote_region for op in ops} - self._keys.keys()
         asks: list[wire.AskRegion | wire.AskGrant] = [
@@ -355,7 +355,7 @@ class RdmaPeer:
             part.job.finish(nics=(endpoint.path.local,))
 
     def fail(self, endpoint: Endpoint, reason: str, *, blame: bool = True) -> None:
-        """Close a path that broke. With `blame` it rests before it is tried again. Call `pump`
+        """Close a path that broke. `blame` makes it rest before it is tried again. Call `pump`
         afterwards.
         """
         if endpoint.state is EndpointState.CLOSED:

@@ -370,7 +370,7 @@ class VerbsRegistration:
         try:
             self._region.close()
         except self._verbs.error as error:
-            raise TransferError(f"the NIC cannot give up a memory region: {error}") from error
+            raise TransferError(f"the NIC cannot release a memory region: {error}") from error
 
 
 class VerbsPair:

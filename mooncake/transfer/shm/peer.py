@@ -93,7 +93,7 @@ class ShmPeer:
             self._on_refusal(answer)
         else:
             if answer.slot >= wire.STATE_SLOTS:
-                raise ProtocolError("malformed answer about shared memory")
+                raise ProtocolError("the owner's answer about shared memory is malformed")
             for region_id in list(self._regions):
                 self._live_region(region_id)  # unmap what the owner has unmapped
             with self._session.descriptors(1) as [memory_fd]:

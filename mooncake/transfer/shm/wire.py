@@ -104,7 +104,9 @@ class OwnerPages:
         self._pipe = os.dup(pipe)
 
     def owner_lives(self) -> bool:
-        """Ask the kernel whether the owner still holds its end of the pipe. From any thread."""
+        """Ask the kernel whether the owner still holds its end of the pipe. Any thread may call
+        this.
+        """
         poll = select.poll()
         poll.register(self._pipe, 0)
         return not poll.poll(0)

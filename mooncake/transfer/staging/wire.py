@@ -122,11 +122,11 @@ def _check(message: Ask | Answer) -> None:
         lengths = [length for _, length in message.ranges]
         if not 0 < len(lengths) <= MAX_RANGES or min(lengths) <= 0:
             raise ProtocolError(
-                f"the peer asked for a window on {len(lengths)} ranges, which is none or too many"
+                f"the peer asked for a window on {len(lengths)} ranges, not on 1 to {MAX_RANGES}"
             )
     elif isinstance(message, RegionFacts) and message.window_bytes < 1:
         raise ProtocolError(
-            f"the peer offered windows of {message.window_bytes} bytes, which is outside the limits"
+            f"the peer offered windows of {message.window_bytes} bytes; a window has at least 1"
         )
 
 

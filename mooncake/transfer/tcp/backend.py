@@ -199,7 +199,7 @@ class TcpPeer:
 
     def end(self, reason: str) -> None:
         """Break all connections. Slices in hand are sent again once the peer has proven itself
-        anew, or they fail. From any thread.
+        anew, or they fail. Any thread may call this.
         """
         for connection in self._connections:
             connection.loop.post(functools.partial(connection.abort, reason))

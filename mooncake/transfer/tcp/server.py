@@ -166,7 +166,9 @@ class ServerConnection:
         raise ProtocolError("the handshake is over")
 
     def fence(self) -> None:
-        """Apply no further byte. On return none is being applied. From any thread."""
+        """Apply no further byte. No byte is being applied when this returns. Any thread may call
+        this.
+        """
         self._fenced = True
         with self.loop.gate:
             pass

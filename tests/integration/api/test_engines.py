@@ -463,7 +463,7 @@ def test_an_engine_that_answers_looks_without_end_is_down(monkeypatch: pytest.Mo
         async with gateway(answers) as world:
             monkeypatch.setattr("mooncake.api.engines.exchange.MAX_ASKED_BYTES", 10)
             await world.until(lambda: world.state(0) == "down")
-            assert world.fleet.status()[0].reason == "an answer of more than 10 bytes"
+            assert world.fleet.status()[0].reason == "its answer has more than 10 bytes"
 
     run(test())
 

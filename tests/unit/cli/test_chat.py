@@ -179,8 +179,8 @@ def test_files_of_the_folder_are_listed_and_read_and_no_others(folder: Path) -> 
         assert run(folder, "read_file", path=path) == {"error": f"{path} is not in the folder"}
     assert run(folder, "read_file", path="b") == {"error": "there is no file b"}
     assert run(folder, "read_file", path="sub") == {"error": "there is no file sub"}
-    assert run(folder, "read_file", path="binary") == {"error": "binary is no text file"}
-    assert run(folder, "read_file", path="a\0b") == {"error": "a\0b is no text file"}
+    assert run(folder, "read_file", path="binary") == {"error": "binary is not a text file"}
+    assert run(folder, "read_file", path="a\0b") == {"error": "a\0b is not a text file"}
 
 
 def test_long_texts_and_lists_are_cut_and_say_so(folder: Path) -> None:
@@ -200,10 +200,10 @@ def test_the_cluster_is_counted_by_roles(folder: Path) -> None:
 def test_wrong_calls_are_errors_for_the_model(folder: Path) -> None:
     made = tools(folder)
     assert json.loads(made.run("fly", "{}")) == {"error": "there is no tool 'fly'"}
-    assert json.loads(made.run("read_file", "{")) == {"error": "the arguments are no JSON"}
+    assert json.loads(made.run("read_file", "{")) == {"error": "the arguments are not JSON"}
     for arguments in ("{}", "[]", '{"path": 3}', '{"path": ""}'):
         assert json.loads(made.run("read_file", arguments)) == {
-            "error": "path is missing, or is no text"
+            "error": "path is missing, or is not a text"
         }
 
 
@@ -217,4 +217,4 @@ def test_what_is_no_utf8_is_shown_to_model_and_person(folder: Path) -> None:
 
 
 def test_arguments_of_endless_depth_are_an_error(folder: Path) -> None:
-    assert "no JSON" in tools(folder).run("calculate", "[" * 200_000)
+    assert "not JSON" in tools(folder).run("calculate", "[" * 200_000)

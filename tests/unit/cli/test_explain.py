@@ -237,7 +237,7 @@ def test_facts_that_lead_to_other_workers_are_told(
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{", "is no bundle of a receipt"),
+        ("{", "is not the bundle of a receipt"),
         ('{"receipt": "x", "placements": [], "version": 1}', "version"),
         ('{"receipt": "x", "placements": [{}], "version": 2}', "request_id"),
         (None, "No such file"),

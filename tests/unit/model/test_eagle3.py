@@ -337,7 +337,7 @@ LATENT = {
     "v_head_dim": 12,
 }
 WRONG_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "other kind": ({"architectures": ["LlamaForCausalLM"]}, "is no EAGLE-3 head that can be"),
+    "other kind": ({"architectures": ["LlamaForCausalLM"]}, "is not an EAGLE-3 head that can be"),
     "MLA": (
         {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
         "missing kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim",

@@ -68,7 +68,8 @@ _log = logging.getLogger(__name__)
 
 
 def whom_to_join(own: int, heads: Sequence[bool], silent_s: float) -> int | None:
-    """Return the machine whose Ray counts, by its place in the file; None: wait and look again.
+    """Return the machine whose Ray the others join, by its place in the file, or None if this
+    machine must wait and ask again.
 
     `own`: the place of this machine. `heads`: which machines are heads now. `silent_s`: for how
     long none has been.
@@ -166,7 +167,7 @@ class _Node:
         self._num_signals += 1
 
     def _await_head(self) -> int | None:
-        """Return the machine that is the head, by its place; None: a signal came."""
+        """Return the machine that is the head, by its place, or None if a signal came."""
         began_s = time.monotonic()
         while not self._num_signals:
             heads = [_is_head(host) for host in self._hosts]
@@ -281,7 +282,7 @@ class _Node:
     def _await_others(self, config: ServeConfig, go_on: Callable[[], bool]) -> ClusterFacts | None:
         """Wait until a gateway has said how the cluster works, and until the machines are nodes of
         Ray: those on which gateways know workers for as long as they do, the others `AWAY_S` at
-        most. Return what the gateway said; None: this is to end.
+        most. Return what the gateway said, or None if this process must end.
         """
         from mooncake.launch.cluster.ray_machines import ray_cluster
 

@@ -78,10 +78,10 @@ class Keeper(Protocol):
         """
 
     def end(self) -> End | None:
-        """Return how the run has ended; None: it has not."""
+        """Return how the run has ended, or None if it has not."""
 
     def state(self) -> State | None:
-        """Return how the process is; None: that is not known yet."""
+        """Return how the process is, or None if that is not known yet."""
 
     def stop(self, drain_s: float, waits: bool) -> None:
         """Have the worker leave; see `Attendant.stop`.

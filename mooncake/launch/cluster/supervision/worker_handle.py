@@ -104,7 +104,7 @@ def place_of(run: str, worker_id: str) -> Path:
 
 
 def connected(place: Path) -> socket.socket | None:
-    """Return a connection to the process that listens at `place`; None: there is none."""
+    """Return a connection to the process that listens at `place`, or None if there is none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(str(place))
@@ -176,7 +176,9 @@ class WorkerHandle:
         raise MooncakeError("its process ended before it reported anything; see its log above")
 
     def receive(self) -> Told | None:
-        """Return the next word of the process; None: it has ended, or has another supervisor."""
+        """Return the next word of the process, or None if it has ended, or has another
+        supervisor.
+        """
         try:
             return _received(self._connection)
         except OSError:
@@ -251,8 +253,9 @@ def end_left(place: Path) -> None:
 
 
 def _greeted(connection: socket.socket, begin: Begin, limit_s: float | None) -> Told | None:
-    """Have a process be a worker and write where this process does; return its first word. None: it
-    was another worker and has ended, or it has said nothing within `limit_s` and was killed.
+    """Have a process be a worker and write where this process does; return its first word. Return
+    None if it was another worker and has ended, or it has said nothing within `limit_s` and was
+    killed.
     """
     try:
         connection.settimeout(limit_s)

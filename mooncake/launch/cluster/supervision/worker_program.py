@@ -142,7 +142,7 @@ class WorkerProgram:
 
     def _greet(self, connection: socket.socket) -> Begin | None:
         """Take a new supervisor in place of the old one. If it wants another worker, this one makes
-        way; if it wants none, this one leaves. None: it says nothing.
+        way; if it wants none, this one leaves. Return None if it says nothing.
         """
         connection.settimeout(ANSWER_S)
         files: list[int] = []

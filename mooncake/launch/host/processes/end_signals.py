@@ -28,7 +28,7 @@ class EndSignals:
 
 
 def _signal_of_parents_end() -> int:
-    """Return the signal that this process gets when its parent ends; 0: none."""
+    """Return the signal that this process gets when its parent ends, or 0 for none."""
     number = ctypes.c_int()
     ctypes.CDLL(None).prctl(_PR_GET_PDEATHSIG, ctypes.byref(number))
     return number.value

@@ -180,7 +180,7 @@ def fork(
 
 
 def main() -> None:
-    """Be the server until standard input ends. In a fork, be what its client wants."""
+    """Be the server until standard input ends. A fork becomes what its client wants."""
     number, modules = sys.argv[1:]
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     command = _serve(socket.socket(fileno=int(number)), modules.split(","))

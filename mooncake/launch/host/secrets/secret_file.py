@@ -40,8 +40,8 @@ class SecretFollower:
         look_s: float = LOOK_S,
     ) -> None:
         """Call `use` with the contents whenever they have changed. `use` may raise MooncakeError,
-        which is logged, and may return the names in them for the audit log. Without a file there is
-        nothing to follow.
+        which is logged, and may return the names in them for the audit log. There is nothing to
+        follow if no file is named.
         """
         self._use = use
         self._look_s = look_s
@@ -51,16 +51,18 @@ class SecretFollower:
             VitalThread(self._follow, self.named, Path(file), self.read(Path(file))).start()
 
     def read(self, file: Path) -> str | None:
-        """Return the contents; None: they do not count now."""
+        """Return the contents, or None if they do not count now."""
         return _read(file)
 
     def ask(self) -> None:
-        """Have the contents used now, whether they have changed or not. From any thread."""
+        """Have the contents used now, whether they have changed or not. Any thread may call
+        this.
+        """
         self._is_asked = True
         self._wake.set()
 
     def close(self) -> None:
-        """End it. From any thread, any number of times."""
+        """Stop following the file. Any thread may call this, more than once."""
         self._is_closed = True
         self._wake.set()
 

@@ -133,7 +133,7 @@ class RankMoves:
         return memory.region.buffer if isinstance(memory.region, HostRegion) else memoryview(b"")
 
     def tell(self, word: RankWord) -> None:
-        """Carry out a message of the lead. From any thread."""
+        """Carry out a message of the lead. Any thread may call this."""
         assert self._memory is not None, "the lead knows where pages lie before it moves any"
         if isinstance(word, StartMove):
             deadline_s = word.deadline_s + self._clock_ahead_s
@@ -141,8 +141,8 @@ class RankMoves:
         self._memory.inbox.put(word)
 
     def reached(self, progress: Progress) -> None:
-        """Record how far this rank, including its device, has computed. From one thread at a
-        time.
+        """Record how far this rank, including its device, has computed. Only one thread at a time
+        may call this.
         """
         if self._memory is not None:
             machine = self._memory.machine

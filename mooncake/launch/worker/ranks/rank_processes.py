@@ -180,8 +180,8 @@ def _parent() -> ThreadPoolExecutor:
 
 
 def of_follower(environ: Mapping[str, str], weights_key: KeySource) -> dict[str, str]:
-    """Return the environment of a follower: ours, with our imports. Of secrets it has only the key
-    of encrypted weights, and the name of the file of the cluster secret or credential, which the
+    """Return the environment of a follower: ours, with our imports. Its only secrets are the key of
+    encrypted weights and the name of the file of the cluster secret or credential, which the
     follower reads itself.
     """
     kept = {

@@ -109,7 +109,7 @@ class SealedLink:
             self._socket.close()
 
     def hang_up(self) -> None:
-        """Shut the connection, so that both ends find the other gone. From any thread."""
+        """Shut the connection, so that both ends find the other gone. Any thread may call this."""
         _shut(self._socket)
 
     def close(self) -> None:

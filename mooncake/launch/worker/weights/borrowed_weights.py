@@ -337,7 +337,7 @@ def check_lent(lent: WeightsLent, config_json: bytes, revision: str) -> str:
     for file in lent.files:
         num_pieces = -(-file.num_bytes // PIECE_BYTES)
         if not FILE_NAME.fullmatch(file.name) or len(file.sums) != num_pieces * SUM_BYTES:
-            return f"{file.name!r:.200} is no file of weights with digests"
+            return f"{file.name!r:.200} is not a file of weights with digests"
     if not lent.files or len(names) != len(lent.files):
         return "it names no files, or one twice"
     if weights_revision(config_json, _digests(lent.files)) != revision:

@@ -144,7 +144,7 @@ class PieceReader:
         return view.data
 
     def _release(self, place: _Place) -> None:
-        """Stop holding a place. From any thread."""
+        """Stop holding a place. Any thread may call this."""
         with self._changed:
             place.num_readers -= 1
             self._changed.notify_all()
@@ -181,8 +181,8 @@ class PieceReader:
             return place
 
     def _asked(self, key: tuple[int, int]) -> _Place | None:
-        """Return the place of a piece, which is asked for if it is not here; None: there is no such
-        piece, or no place for it now.
+        """Return the place of a piece, which is asked for if it is not here, or None if there is no
+        such piece, or no place for it now.
         """
         if self._error is not None:
             raise self._error

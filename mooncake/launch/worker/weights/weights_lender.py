@@ -75,7 +75,9 @@ class _Offer:
 
 
 class WeightsLender:
-    """Answers `BorrowWeights` for the workers of one process until `close`. From any thread."""
+    """Answers `BorrowWeights` for the workers of one process until `close`. Any thread may
+    use it.
+    """
 
     def __init__(
         self, worker_id: str, config: TransferConfig, credential: Credential, cache_dir: str | None

@@ -74,7 +74,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """Return the directory's manifest of encrypted weights; None: it holds plain weights.
+    """Return the directory's manifest of encrypted weights, or None if it holds plain weights.
 
     Raises:
         CheckpointError: it cannot be read, or makes no sense. Only a key shows whether it was
@@ -88,7 +88,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         raise CheckpointError(f"{path}: does not say how weights are encrypted")
     for name, file in manifest.files.items():
         if not FILE_NAME.fullmatch(name) or file.num_bytes < 0 or not DIGEST.fullmatch(file.digest):
-            raise CheckpointError(f"{path}: {name!r:.200} is no file of weights")
+            raise CheckpointError(f"{path}: {name!r:.200} is not a file of weights")
     return manifest
 
 

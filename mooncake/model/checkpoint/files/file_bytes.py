@@ -78,7 +78,7 @@ Statement = TypeVar("Statement")
 
 
 def read_statement(path: Path, kind: type[Statement], what: str) -> Statement | None:
-    """Return the content of the file at `path`; None: there is no such file.
+    """Return the content of the file at `path`, or None if there is no such file.
 
     Raises:
         CheckpointError: it cannot be read, or does not state `what`.

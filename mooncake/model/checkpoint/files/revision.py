@@ -64,7 +64,7 @@ class StatedDigests(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stated_digests(directory: Path) -> Mapping[str, str] | None:
-    """Return the checkpoint's statement about its plain weights; None: it has none.
+    """Return the checkpoint's statement about its plain weights, or None if it has none.
 
     Raises:
         CheckpointError: it cannot be read, or makes no sense.
@@ -75,7 +75,7 @@ def stated_digests(directory: Path) -> Mapping[str, str] | None:
         return None
     for name, digest in stated.files.items():
         if not FILE_NAME.fullmatch(name) or not DIGEST.fullmatch(digest):
-            raise CheckpointError(f"{path}: {name!r:.200} is no file of weights with a digest")
+            raise CheckpointError(f"{path}: {name!r:.200} is not a file of weights with a digest")
     if not stated.files:
         raise CheckpointError(f"{path}: names no file of weights")
     return stated.files
@@ -211,11 +211,13 @@ class _Cache:
                 self._digests = msgspec.json.decode(self._path.read_bytes(), type=dict[str, str])
 
     def digest(self, key: str) -> str | None:
-        """Return the digest of a file; None: not known."""
+        """Return the digest of a file, or None if it is not known."""
         return self._digests.get(key)
 
     def sums(self, key: str) -> bytes | None:
-        """Return the sums of a file's pieces; None: not known, or an earlier release hashed it."""
+        """Return the sums of a file's pieces, or None if they are not known, or an earlier release
+        hashed the file.
+        """
         found = self._digests.get(key + _SUMS)
         with contextlib.suppress(ValueError):
             return None if found is None else bytes.fromhex(found)

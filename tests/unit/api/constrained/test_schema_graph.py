@@ -394,7 +394,7 @@ def test_an_error_can_be_written_whatever_the_schema_is_called() -> None:
     ],
 )
 def test_strings_and_patterns_end(grammar: str, kind: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"a {kind} in it does not end"):
+    with pytest.raises(InvalidRequest, match=f"the grammar has a {kind} that does not end"):
         lark_text(grammar, "x")
 
 

@@ -59,8 +59,8 @@ def test_stages_are_read_as_the_settings_they_change() -> None:
         ({"seed": 1}, "'seed' is not one of"),
         ({"tasks": {"quetion": 1}}, "did you mean question"),
         ({"steps": 0}, "at least 1"),
-        ("{", "no JSON"),
-        (["steps"], "is no JSON object"),
+        ("{", "not JSON"),
+        (["steps"], "is not a JSON object"),
     ],
 )
 def test_a_wrong_stage_is_named(stage: object, why: str) -> None:

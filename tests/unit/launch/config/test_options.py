@@ -184,8 +184,11 @@ def test_a_table_is_json_on_the_command_line_and_a_mapping_in_a_file(written: ob
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("{", r"speculative-config: '{' is no JSON: "),
-        ("[1]", r"speculative-config: '\[1\]' is no JSON object of method, num_speculative_tokens"),
+        ("{", r"speculative-config: '{' is not JSON: "),
+        (
+            "[1]",
+            r"speculative-config: '\[1\]' is not a JSON object of method, num_speculative_tokens",
+        ),
         ({**NGRAM, "methd": 1}, r"'methd' is not one of .* \(did you mean method\?\)"),
         ({"method": "ngram"}, "speculative-config: num_speculative_tokens is missing"),
         ({**NGRAM, "method": "eagle"}, "speculative-config: method: 'eagle' is not one of ngram"),

@@ -395,7 +395,10 @@ def test_a_worker_that_was_given_up_ends(rig: Rig, caplog: pytest.LogCaptureFixt
     rig.peer.send("machine", PeerLost(worker=WorkerRef("decode-0", "e0", "machine")))
     rig.peer.send("machine", PeerLost(worker=mine))
     rig.peer.send("machine", abort(1))
-    with pytest.raises(FencedOff, match="decode-0 was given up"), caplog.at_level(logging.ERROR):
+    with (
+        pytest.raises(FencedOff, match="the cluster has given decode-0 up"),
+        caplog.at_level(logging.ERROR),
+    ):
         driver.run()
     [record] = caplog.records
     assert (record.exc_info, "decode-0" in record.getMessage()) == (None, True), "no stack trace"

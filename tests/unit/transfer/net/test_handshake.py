@@ -131,7 +131,7 @@ def test_a_recorded_handshake_cannot_be_replayed() -> None:
     mirror = party("b", seed=2).accept()
     challenge = mirror.step(client.first_message)
     mirror.step(challenge)
-    assert mirror.refusal == "unexpected challenge in the handshake"
+    assert mirror.refusal == "the peer sent an unexpected challenge in the handshake"
 
 
 @pytest.mark.parametrize("position", range(0, 420, 13))
@@ -157,8 +157,8 @@ def test_another_version_is_named() -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"nonce": b"short"}, "malformed hello"),
-        ({"fenced": ["x"] * 300}, "malformed hello"),
+        ({"nonce": b"short"}, "the hello is malformed"),
+        ({"fenced": ["x"] * 300}, "the hello is malformed"),
         ({"certificate": b""}, "wrong cluster secret"),
         ({"exchange": b"short"}, "key for the exchange cannot be read"),
         ({"exchange": bytes(32)}, "key for the exchange cannot be read"),
@@ -236,10 +236,10 @@ def test_messages_out_of_order_are_refused() -> None:
     client, owner = party("a").connect("b"), party("b", seed=2).accept()
     challenge = owner.step(client.first_message)
     assert client.step(challenge) is not None
-    with pytest.raises(HandshakeRefused, match="unexpected challenge"):
+    with pytest.raises(HandshakeRefused, match="an unexpected challenge"):
         client.step(challenge)
     owner.step(client.first_message)
-    assert owner.refusal == "unexpected hello in the handshake"
+    assert owner.refusal == "the peer sent an unexpected hello in the handshake"
 
 
 @pytest.mark.parametrize("least", list(Protection))

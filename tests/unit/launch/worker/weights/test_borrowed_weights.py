@@ -310,7 +310,7 @@ def test_an_engine_lends_the_files_of_its_revision(checkpoint: Path) -> None:
         bad = WeightsLent(
             asker=lent.asker, ticket=3, lender="decode-0", segment=lent.segment, files=[wrong]
         )
-        assert "is no file of weights" in check_lent(bad, config, wanted)
+        assert "is not a file of weights" in check_lent(bad, config, wanted)
     lender.close()
     lender.close()
 
