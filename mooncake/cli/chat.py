@@ -28,6 +28,8 @@ HELP = "/new forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an a
 
 TRIES = ("What is Mooncake?", "What is 347 + 585?", "My name is Anna. What is my name?")
 """Questions that k2-demo can answer."""
+TOOL_TRIES = ("What is Mooncake?", "What time is it?", "What is 12*34?")
+"""Questions that k2-demo can answer with `--tools`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,7 +162,7 @@ def talk(wanted: Chat, *, read: Callable[[str], str] = input, out: TextIO | None
     conversation = Conversation(client, wanted, tools)
     out.write(f"Talking to {plain(conversation.model)}. {HELP}.\n")
     if conversation.model == DEMO:
-        out.write("".join(f"  try: {question}\n" for question in TRIES))
+        out.write("".join(f"  try: {question}\n" for question in (TOOL_TRIES if tools else TRIES)))
     while True:
         try:
             question = read("> ").strip()

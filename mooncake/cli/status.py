@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.table import Table
 
+from mooncake.base import format_bytes
 from mooncake.base.errors import Forbidden, MooncakeError, UserError
 from mooncake.cli.command import Command
 from mooncake.launch.config.options import positive, setting, text, truth
@@ -146,9 +147,13 @@ def _show(
         console.print(engine_table(answer["engines"]))
     else:
         console.print(worker_table(answer.get("workers", []), rates))
+    if advice := answer.get("replicas"):
+        console.print(replica_table(advice))
     for name, value in answer.items():
-        if name not in ("gateways", "workers", "engines"):
-            console.print(f"{name}: {_flat(value)}")
+        if name not in ("gateways", "workers", "engines", "replicas") and (
+            value or name == "ready"
+        ):
+            console.print(f"{_title(name)}: {_in_words(name, value)}")
 
 
 def gateway_table(gateways: list[dict[str, Any]]) -> Table:
@@ -181,6 +186,15 @@ def worker_table(workers: list[dict[str, Any]], rates: Rates | None = None) -> T
             *(of(worker) for of in shown.values()),
             _health(worker),
         )
+    return table
+
+
+def replica_table(advice: list[dict[str, Any]]) -> Table:
+    """Return one row for each role: how many replicas it has, how many are wanted, and why."""
+    columns = ("role", "now", "wanted", "why")
+    table = plain_table("replicas of", *columns[1:], right=("now", "wanted"))
+    for each in advice:
+        table.add_row(*(str(each.get(name, "")) for name in columns))
     return table
 
 
@@ -286,10 +300,26 @@ def _stages(worker: dict[str, Any]) -> str:
     )
 
 
-def _flat(value: Any) -> str:
-    if isinstance(value, dict):
-        value = [f"{name} {each}" for name, each in value.items()]
-    return (", ".join(map(str, value)) or "-") if isinstance(value, list) else str(value)
+def _title(name: str) -> str:
+    return name.removeprefix("num_").removesuffix("_bytes").replace("_", " ")
+
+
+def _in_words(name: str, value: Any) -> str:
+    """Return the value of a field as text: the fields of an object, and bytes in their unit."""
+    match value:
+        case dict():
+            return ", ".join(
+                f"{_in_words(each, number)} {_title(each)}" for each, number in value.items()
+            )
+        case list():
+            return ", ".join(map(str, value))
+        case bool():
+            return "yes" if value else "no"
+        case int() if name.endswith("_bytes"):
+            return format_bytes(value)
+        case int():
+            return f"{value:,}"
+    return str(value)
 
 
 COMMANDS = (

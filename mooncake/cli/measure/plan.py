@@ -12,7 +12,7 @@ from rich.console import Console
 from mooncake.base import ConfigError, MooncakeError, Shape
 from mooncake.cli.command import Command
 from mooncake.cli.results import as_json, check_writable, write
-from mooncake.cli.status import STATUS_PATH, ServerAddress
+from mooncake.cli.status import STATUS_PATH, ServerAddress, replica_table
 from mooncake.launch.config.options import values_of
 from mooncake.launch.config.shipped import figures
 from mooncake.launch.config.sim_settings import PlanSettings
@@ -92,9 +92,7 @@ def _live(wanted: Plan) -> int:
             )
         time.sleep(1.0)
     write(wanted.json, as_json(advice))
-    rows = [["role", "now", "wanted", "why"]]
-    rows += [[str(each[name]) for name in rows[0]] for each in advice]
-    show_rows("replicas", rows, Console())
+    Console(markup=False).print(replica_table(advice))
     return 0
 
 

@@ -273,7 +273,7 @@ class ReplicaPolicy:
         level, covered_s = self._sum(now - LEVEL_S, now)
         quiet, _ = self._sum(now - self.config.quiet_s, now)
         if not level.requests and not standing.num_open:
-            why = "nothing is asked for" if not quiet.requests else "nothing has come lately"
+            why = "no requests" if not quiet.requests else "no requests lately"
             return {role: _Need(0.0, why) for role in ROLES}
         growth = self._growth(now)
         prefill = self._prefill(level, covered_s, growth, standing)
@@ -301,7 +301,7 @@ class ReplicaPolicy:
         count = least_servers(busy, mean_s, uneven_s / 2, wait_s)
         return _Need(
             count,
-            f"{busy:.2f} replicas' work of prompts{_grown(growth)}, of which {LATE:.0%} may wait "
+            f"prompts keep {busy:.2f} replicas busy{_grown(growth)}; {LATE:.0%} of them may wait "
             f"longer than {wait_s:.1f} s",
         )
 
@@ -316,8 +316,8 @@ class ReplicaPolicy:
         at_once = max(expected + SPREAD * math.sqrt(expected), standing.num_decoding)
         return _Need(
             max(1.0, at_once / most),
-            f"{at_once:.0f} sequences at once{_grown(growth)}, of which {most} in a replica have "
-            f"gaps of {1e3 * gap_s:.0f} ms",
+            f"{at_once:.0f} sequences at once{_grown(growth)}; a replica with {most} has gaps of "
+            f"{1e3 * gap_s:.0f} ms",
         )
 
     def _growth(self, now: float) -> float:
@@ -397,7 +397,7 @@ def _remark(needed: int, most: int, wanted: int, config: ScalingConfig) -> str:
     """Return why another number is wanted than the one that is needed now."""
     told = ""
     if most > needed:
-        told += f"; {needed} now, but {most} within the last {config.quiet_s:g} s"
+        told += f"; needed now: {needed}, within the last {config.quiet_s:g} s: {most}"
     if wanted > most:
         told += f"; at least {wanted} are kept"
     elif wanted < most:

@@ -195,5 +195,5 @@ def test_status_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     with TableServer({f"GET {status.STATUS_PATH}": reply}) as server:
         assert status.show(status.Status(url=server.url)) == 0
     shown = capsys.readouterr().out
-    for word in ("decode-0", "12", "up", "num_nodes 1", "ready: True"):
+    for word in ("decode-0", "12", "up", "1 nodes", "2 B used", "ready: yes"):
         assert word in shown

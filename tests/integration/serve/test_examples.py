@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.accuracy import ONE_PROCESS
 from benchmarks.support.servers import ours, running
+from mooncake.cli.chat import TOOL_TRIES
 from mooncake.launch.config.shipped import DEMO, checkpoint
 from tests.support.docs.blocks import Asked, Block, Conversed, Program, blocks_that_are, classes_of
 from tests.support.docs.typed import here, in_shell, prepare
@@ -65,6 +66,23 @@ def test_a_batch_is_answered_in_order(url: str) -> None:
 
 def test_a_model_runs_in_the_program() -> None:
     assert printed("python_api").startswith("The pool keeps KVCache blocks in DRAM")
+
+
+def test_what_chat_suggests_is_answered_with_tools(url: str) -> None:
+    command = [sys.executable, "-m", "mooncake.cli.main", "chat", "--tools", "--url", url]
+    done = subprocess.run(
+        command, input="\n".join(TOOL_TRIES), capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for said in (
+        "Mooncake is a serving engine for Kimi K2.",
+        'get_time({}) -> {"date": ',
+        "The date is ",
+        'calculate({"expression": "12*34"}) -> {"result": 408}',
+        "The result is 408.",
+    ):
+        assert said in done.stdout, done.stdout
 
 
 def test_every_example_is_run() -> None:

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from mooncake.base import ConfigError, MooncakeError, Unavailable
-from mooncake.cli.chat import MAX_ROUNDS, TRIES, Chat, Conversation, plain, talk
+from mooncake.cli.chat import MAX_ROUNDS, TOOL_TRIES, TRIES, Chat, Conversation, plain, talk
 from mooncake.cli.chat_tools import MAX_FILES, MAX_TEXT, ChatTools
 from mooncake.launch.host.http_client import Client
 
@@ -72,6 +72,15 @@ def test_questions_are_proposed_for_the_demo_model(model: str, has_tries: bool) 
     with mock.patch("mooncake.cli.chat.Client", return_value=Scripted(said("hello"))):
         assert talk(Chat(model=model), read=lambda _: next(lines), out=out) == 0
     assert all((question in out.getvalue()) == has_tries for question in TRIES)
+
+
+def test_with_tools_questions_are_proposed_that_need_them(tmp_path: Path) -> None:
+    """The model itself is asked them in tests/integration/serve/test_examples.py."""
+    out = io.StringIO()
+    lines, wanted = iter(["/quit"]), Chat(model="k2-demo", tools=True, folder=str(tmp_path))
+    with mock.patch("mooncake.cli.chat.Client", return_value=Scripted(said("hello"))):
+        assert talk(wanted, read=lambda _: next(lines), out=out) == 0
+    assert all(question in out.getvalue() for question in TOOL_TRIES)
 
 
 @pytest.fixture

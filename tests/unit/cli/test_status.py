@@ -24,6 +24,26 @@ def worker(name: str, **counters: float) -> dict[str, Any]:
     return {"id": name, "role": "decode", "load": {"num_running": 3, "counters": counters}}
 
 
+def test_what_the_answer_says_besides_is_told_in_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = {"role": "prefill", "now": 1, "wanted": 2, "why": "prompts keep 1.70 replicas busy"}
+    answer = {
+        "ready": False, "draining": False, "missing": ["decode"], "weights_path": "",
+        "pool": {"num_nodes": 2, "used_bytes": 3 << 30}, "replicas": [wanted],
+    }  # fmt: skip
+    monkeypatch.setattr(Client, "get", lambda *_: answer)
+    assert run(["status"]) == 0
+    said = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert said[-5:] == [
+        "replicas of now wanted why",
+        "prefill 1 2 prompts keep 1.70 replicas busy",
+        "ready: no",
+        "missing: decode",
+        "pool: 2 nodes, 3 GiB used",
+    ]
+
+
 def test_engines_of_others_have_a_table() -> None:
     engines = [
         {

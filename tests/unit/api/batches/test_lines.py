@@ -28,10 +28,10 @@ def checked(*texts: bytes | None, max_lines: int = 10) -> list[tuple[str, int | 
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        (b"{", "no request of a batch"),
-        (b"[]", "no request of a batch"),
-        (b"\xff", "no request of a batch"),
-        (b'{"custom_id": ' + b"[" * 100_000, "no request of a batch"),
+        (b"{", "not a request of a batch"),
+        (b"[]", "not a request of a batch"),
+        (b"\xff", "not a request of a batch"),
+        (b'{"custom_id": ' + b"[" * 100_000, "not a request of a batch"),
         (text(custom_id=1), "custom_id"),
         (text(body=[]), "body"),
         (text(custom_id=""), "custom_id"),

@@ -117,7 +117,7 @@ def test_more_come_at_once_and_fewer_after_a_quiet_time() -> None:
     assert high > low
     cluster.run(240, 1.0)
     assert cluster.ratio == high, "it may come back"
-    assert "within the last 300 s" in cluster.why[Role.PREFILL]
+    assert "within the last 300 s: " in cluster.why[Role.PREFILL]
     cluster.run(200, 1.0)
     assert cluster.ratio == low
 
