@@ -155,6 +155,7 @@ def _ip(host: str) -> IPv4Address | IPv6Address | None:
     return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
 
 
+@lru_cache(maxsize=4096)
 def _is_same_host(address: str, whence: str) -> bool:
     """Whether an address ("tcp://HOST:PORT#KEY") names the host at the other end of a
     connection.

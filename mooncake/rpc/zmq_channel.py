@@ -85,6 +85,7 @@ FIRST_RETRY_S = 0.05
 after twice as long each time, up to `LOOK_S`.
 """
 _HANDSHAKE_MS = 5000
+_POLLIN = int(zmq.POLLIN)
 _SPARE_SOCKETS = 1023
 """ZeroMQ's own limit, added to ours: closed sockets count until the last message has left."""
 
@@ -312,8 +313,10 @@ class ZmqChannel:
                 self._ring_in(retry_s)
         for _ in range(_MAX_PER_RECEIVE):
             try:
+                if not _has_some(self._inbox):
+                    break
                 frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            except zmq.Again:  # its connection has ended in between
                 break
             try:
                 message = self._taken(frame)
@@ -350,7 +353,7 @@ class ZmqChannel:
         proven. What that key may do depends on the certificate that comes with the message.
         """
         with contextlib.suppress(zmq.Again):
-            while True:
+            while _has_some(self._doorbell):
                 asked = self._doorbell.recv_multipart(zmq.NOBLOCK)
                 key = asked[6].hex() if len(asked) == 7 else ""
                 verdict = (b"200", b"OK") if key else (b"400", b"CURVE only")
@@ -549,7 +552,7 @@ class _Connections:
         `port` is that of the bound socket.
         """
         with contextlib.suppress(zmq.Again):
-            while True:
+            while _has_some(self._events):
                 told = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
                 if (key := self._key.get(told["value"])) is not None:
                     self._closed = [*self._closed, key][-_MAX_KNOWN:]
@@ -564,6 +567,13 @@ class _Connections:
     def close(self) -> None:
         self._inbox.disable_monitor()
         self._events.close()
+
+
+def _has_some(socket: zmq.Socket[bytes]) -> bool:
+    """Return whether there is a message to receive. Most often there is none, and an exception that
+    says so costs more than this question.
+    """
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 def _hang_up(descriptor: int, port: int, reason: str = "") -> None:
