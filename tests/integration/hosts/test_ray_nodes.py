@@ -24,9 +24,11 @@ pytestmark = [
     pytest.mark.timeout(1500 * max(NUM_KILLS, 1)),
 ]
 
-FIRST = [(ACTOR, False), (GCS, False), (RAYLET, False), (NODE, False), (UP, True)]
-KILLS = [*FIRST, (UP, False)]
-"""What is killed on Ray's head, and whether it comes back only once the other machine is that."""
+FIRST = [(ACTOR, False), (GCS, False), (NODE, False), (UP, True)]
+KILLS = [*FIRST, (RAYLET, False), (UP, False)]
+"""What is killed on Ray's head, and whether it comes back only once the other machine is that. Of
+Ray's two processes one is among the first: either's end is the end of its node.
+"""
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 NUM_TOKENS = 200
 NUM_WORKERS = sum(WORKERS.values())

@@ -1,5 +1,6 @@
 """What a field may cost others: every field of every POST route at its dearest legal value, and the
-dearest pairs, against a live server that a second tenant uses meanwhile.
+dearest pairs, against a live server that a second tenant uses meanwhile. A field that routes take
+in the same words is walked on each with `make test-prices`, otherwise on one of them.
 
 Of each row: no piece of work holds the gateway's loop for over 100 ms, and the other tenant's
 median request takes at most 10 s; on a machine that is slow just then, as many times longer as
@@ -34,7 +35,8 @@ import psutil
 import pytest
 
 import mooncake
-from tests.support.api.dearest import DEAR, ROUTES, Route, varied
+from tests.support.api.dearest import DEAR, ROUTES, Route, rows_of_routes, varied
+from tests.support.examples import tries_all
 from tests.support.serve.server_process import ServerProcess
 from tests.support.slowness import slowness
 from tests.support.waiting import wait_until
@@ -267,9 +269,8 @@ def rows() -> Iterator[tuple[str, str, Mapping[str, Any], int]]:
     """Yield each row's path, name and body, and the status of its answer."""
     for name, (status, path, body) in DEAR.items():
         yield path, name, body, status
-    for path, route in ROUTES.items():
-        for name in route.fields:
-            yield path, name, route.dearest(name), 200
+    for path, name in rows_of_routes(each=tries_all()):
+        yield path, name, ROUTES[path].dearest(name), 200
     for path, one, two in PAIRS:
         route: Route = ROUTES[path]
         yield (

@@ -8,7 +8,7 @@ each row to a live server.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -372,6 +372,8 @@ def varied(path: str, body: Mapping[str, Any], number: int) -> bytes:
     return text.encode()
 
 
+COUNTING = "/v1/messages/count_tokens"
+"""The route that takes the fields of another and generates nothing."""
 _HI = [{"role": "user", "content": "hi"}]
 ROUTES: Mapping[str, Route] = {
     "/v1/chat/completions": Route(CHAT, "messages", {"messages": _HI, "max_tokens": 8}),
@@ -382,10 +384,26 @@ ROUTES: Mapping[str, Route] = {
         RESPONSES, "input", {"input": "hi", "max_output_tokens": 8}, "max_output_tokens"
     ),
     "/v1/messages": Route(MESSAGES, "messages", {"messages": _HI, "max_tokens": 8}),
-    "/v1/messages/count_tokens": Route(COUNT, "messages", {"messages": _HI}),
+    COUNTING: Route(COUNT, "messages", {"messages": _HI}),
     "/tokenize": Route(TOKENIZE, "prompt", {}, is_chat=False),
     "/detokenize": Route(DETOKENIZE, "tokens", {"tokens": [40]}, is_chat=False),
 }
+
+
+def rows_of_routes(*, each: bool) -> Iterator[tuple[str, str]]:
+    """Yield the path and the field of each row. `each`: also of rows that another route that
+    generates has, too; of these otherwise only one, on each route in turn.
+    """
+    sharing: dict[tuple[str, int], list[str]] = {}
+    for path, route in ROUTES.items():
+        for name, row in route.fields.items():
+            if path != COUNTING:
+                sharing.setdefault((name, id(row)), []).append(path)
+    for at, ((name, _), paths) in enumerate(sharing.items()):
+        for path in paths if each else [paths[at % len(paths)]]:
+            yield path, name
+    for name in ROUTES[COUNTING].fields:
+        yield COUNTING, name
 
 
 def chat(status: int, **fields: Any) -> tuple[int, str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 from mooncake.api.app import create_app
 from mooncake.api.bounds import PRICES
 from mooncake.api.config import ApiConfig
-from tests.support.api.dearest import ROUTES
+from tests.support.api.dearest import ROUTES, rows_of_routes
 from tests.support.api.server import ScriptedBackend, says, tiny_model
 
 NOT_WALKED = ("/v1/batches", "/update_weights")
@@ -43,3 +43,13 @@ def test_every_field_with_a_price_has_a_value_above_its_bound() -> None:
     for path, route in generating.items():
         for name in PRICES.keys() & route.fields.keys():
             assert route.above(name) is not None, f"{path}: {name}"
+
+
+def test_a_walk_sends_every_row_to_one_of_its_routes_at_least() -> None:
+    every = [(path, name) for path, route in ROUTES.items() for name in route.fields]
+    assert sorted(rows_of_routes(each=True)) == sorted(every)
+    some = [*rows_of_routes(each=False)]
+    assert {*some} < {*every}
+    sent = {(name, id(ROUTES[path].fields[name])) for path, name in some}
+    assert sent == {(name, id(ROUTES[path].fields[name])) for path, name in every}
+    assert {path for path, _ in some} == {*ROUTES}
