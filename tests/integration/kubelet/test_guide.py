@@ -52,7 +52,7 @@ pytestmark = [
 ]
 
 PROMPTS = [f"{n} quick brown foxes jump over the lazy dog. " * 10 for n in range(2, 6)]
-NUM_TOKENS = 80
+NUM_TOKENS = 40
 PAUSE_S = 1.0
 """Between two requests of a client: the machine has other things to do, too."""
 ROTATE = "Step by step"
