@@ -75,7 +75,7 @@ class UpSettings:
     machine: str | None = setting(None, text, "cluster", "NAME",
         "name of this machine in the file (default: that of its labels, host name, or address)")
     labels: tuple[str, ...] = setting((), options.labels, "cluster", "KEY=VALUE,...",
-        "labels of this machine; it is the one in the file all of whose labels are among them",
+        "labels of this machine; its entry in the file is the one whose labels are all among these",
         env="MOONCAKE_LABELS")
     dry_run: bool = setting(False, truth, "cluster", "",
         "check that everything fits, print the commands, start nothing")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -168,7 +169,7 @@ def make_parser(word: str | None = None) -> argparse.ArgumentParser:
         prog="mooncake",
         description="Serve Kimi-K2 from separate prefill, decode and KVCache pool workers.",
         epilog=EPILOG + "".join(f"  {code:<4} {what}\n" for code, what in EXIT_CODES.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
         allow_abbrev=False,
     )
     parser.add_argument("--version", "-V", action="version", version=version_line())
@@ -214,12 +215,19 @@ def _add(
     return commands.add_parser(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.",
         epilog=_epilog(examples.splitlines(), notes), allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter, **more,
+        formatter_class=_Help, **more,
     )  # fmt: skip
 
 
 def _epilog(examples: Sequence[str], notes: str) -> str:
     return "\n".join(["examples:", *(f"  {line}" for line in examples), "", notes])
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Wraps help between words, never within the name of a flag."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 class _TwoHelps(argparse.Action):
@@ -237,7 +245,7 @@ class _TwoHelps(argparse.Action):
         short = argparse.ArgumentParser(
             prog=parser.prog, usage=parser.usage, description=parser.description, add_help=False,
             epilog=_epilog(command.examples.splitlines()[: command.common_examples], ""),
-            formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=34),
+            formatter_class=partial(_Help, max_help_position=34),
         )  # fmt: skip
         short.add_argument(
             "-h, --help[=all]", action="store_true", dest="help", help="--help=all: all flags"

@@ -332,12 +332,12 @@ def _drain(wanted: Drain) -> int:
         while not state.drained and time.monotonic() < until_s:
             time.sleep(DRAIN_POLL_S)
             state = session.stat()
-    word = "drained: its process may be ended" if state.drained else "draining"
+    word = "is drained, its process may end" if state.drained else "drains"
     shown = {"worker": state.store.worker_id, "drained": state.drained}
     if state.drain is not None:
         shown["blocks"] = msgspec.to_builtins(state.drain)
         word += f"; {pool_metrics.fate(state.drain)}"
-    _print(wanted, shown, f"{state.store.worker_id}: {word}")
+    _print(wanted, shown, f"{state.store.worker_id} {word}")
     return 0 if state.drained or not wanted.wait else 1
 
 

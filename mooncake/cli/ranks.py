@@ -19,9 +19,9 @@ mooncake serve DIR -pp 2 --bind-host 10.0.0.7 --stage-hosts 10.0.0.8:7100 \
 --cluster-secret-file secret
 """
 NOTES = """\
-The checkpoint lies at the same path on all machines. On GPUs each rank gets one of those that this
-process sees. Ranks of an engine exchange activations over connections that prove nothing and are
-not encrypted: use a network that others cannot reach."""
+The checkpoint must be at the same path on all machines. Each rank on a GPU gets one of the GPUs
+that this process sees. The connections between the ranks of an engine are not encrypted and prove
+no identity: use a network that others cannot reach."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ SUMMARIES = {
     "explain": "say which workers a call had, why, and where its time went",
     "top": "show what each worker does, again and again",
     "chat": "talk to a server in the terminal",
-    "pool": "look at a pool node, put and get",
+    "pool": "inspect a pool, store and read values",
     "credential": "make a credential with fewer rights than the cluster secret",
     "signer": "give processes credentials and certificates of their role",
     "enrol": "get this process' credential and certificate from a signer",

@@ -241,8 +241,8 @@ COMMANDS = (
         run=rekey,
         examples="mooncake model rekey k2-encrypted --weights-key-file weights.key",
         notes="The file holds the new key on its first line and the old one on the next. Weights "
-        "are\nnot written again: who has the old key and the old encryption.json can read them "
-        "as before.\nWhere others may have both, decrypt and encrypt instead.",
+        "are\nnot written again: anyone who has the old key and the old encryption.json can still "
+        "read them.\nIf others may have both, decrypt and encrypt the checkpoint instead.",
     ),
     Command(
         words="model digests", summary="list what each file of a checkpoint is", settings=Digests,

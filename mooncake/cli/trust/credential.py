@@ -58,14 +58,14 @@ def make(wanted: Wanted) -> int:
             "--cluster-secret-file or MOONCAKE_CLUSTER_SECRET"
         )
     name = wanted.name or "-".join([*wanted.role, *([wanted.tenant] if wanted.tenant else [])])
-    credential = issue(
-        secret, name, roles, tenant=wanted.tenant, expires_s=time.time() + wanted.days * DAY_S
-    )
+    expires_s = time.time() + wanted.days * DAY_S
+    credential = issue(secret, name, roles, tenant=wanted.tenant, expires_s=expires_s)
     if wanted.out is None:
         print(credential.text)
         return 0
     with writing(wanted.out):
         write_private(Path(wanted.out), credential.text + "\n")
+    print(f"wrote {wanted.out}; valid until {time.strftime('%Y-%m-%d', time.gmtime(expires_s))}")
     return 0
 
 

@@ -43,8 +43,8 @@ class BenchServe:
     base_url: str | None = setting(None, text, ENDPOINT, "URL",
         "URL of the server, instead of --host and --port",
         short="--url")
-    host: str = same_as(ServeConfig, "host", ENDPOINT)
-    port: int = same_as(ServeConfig, "port", ENDPOINT)
+    host: str = setting("127.0.0.1", text, ENDPOINT, "HOST", "host of the server")
+    port: int = setting(8000, count(1, 65535), ENDPOINT, "PORT", "port of the server")
     endpoint: str | None = setting(None, text, ENDPOINT, "PATH",
         "path of the API (default: the backend's)")
     header: tuple[tuple[str, str], ...] = setting((), pairs, ENDPOINT, "NAME=VALUE",

@@ -452,8 +452,8 @@ class ServeConfig:
     max_waiting_requests: int = owned(SchedulerConfig, "max_inflight", count(1), LIMITS, "N",
         "most accepted requests at a time; more get 429")
     log_level: str | None = setting(None, OneOf(*_LEVELS), OTHER, "LEVEL",
-        "level of the log on standard error (default: info, but warning for a cluster that is "
-        "started on a terminal, which names the file that has the rest)")
+        "level of the log on standard error (default: info; warning for a cluster that is started "
+        "on a terminal: the start then names the file that has the rest)")
     log_file: str | None = setting(None, text, OTHER, "PATH",
         "also append the log of all processes, from level info on, to this file on their machines")
     log_format: str = setting("text", OneOf("text", "json"), OTHER, "FORMAT",

@@ -59,7 +59,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         ]
         lines += [
             f"by {link.protocol} over {link.nic} with {link.peer}: {format_bytes(link.num_bytes)}, "
-            f"{link.gigabytes_per_s:.3f} GB/s while busy, {link.num_retries} slices again, "
+            f"{link.gigabytes_per_s:.3f} GB/s while busy, {link.num_retries} slices sent again, "
             f"{link.num_failures} failures"
             for link in self.links
         ]

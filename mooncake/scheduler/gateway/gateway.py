@@ -71,6 +71,9 @@ from mooncake.telemetry.events import Recorder, WorkerJoined, WorkerLeft, Worker
 
 logger = logging.getLogger(__name__)
 
+LEFT = "it left"
+"""Why a worker that said goodbye is no member any more."""
+
 
 class Gateway:
     """Takes requests from the API server and has the workers answer them: a machine.
@@ -260,7 +263,8 @@ class Gateway:
         """Place the requests of a removed worker on other workers."""
         hello, worker_id = member.hello, member.hello.worker.worker_id
         level = logging.INFO if hello.role is Role.CLIENT else logging.WARNING  # they come and go
-        logger.log(level, "worker %s (%s) is lost: %s", worker_id, hello.role.value, reason)
+        what = "has left" if reason == LEFT else f"is lost: {reason}"
+        logger.log(level, "worker %s (%s) %s", worker_id, hello.role.value, what)
         self._conductor.on_lost(worker_id)
         if self._feed is not None and hello.role is not Role.CLIENT:
             self._feed.doubt_all()
@@ -317,7 +321,7 @@ class Gateway:
             case PeerLost() if self._membership.is_live(event.worker):
                 # A worker says goodbye, or its supervisor knows that its process died. Another
                 # gateway's silence with it does not count here.
-                self.worker_lost(event.worker.worker_id, now, "it left")
+                self.worker_lost(event.worker.worker_id, now, LEFT)
                 self.control.on_left(event.worker, now)
             case PeerLost() if self._peers.on_goodbye(event.worker):
                 self._forget_gateways(now)

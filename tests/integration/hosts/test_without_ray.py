@@ -145,13 +145,13 @@ def test_each_process_killed_under_load_costs_a_pause(tmp_path: Path) -> None:
 
             def why_lost(role: str = role, num_said: int = num_said) -> re.Match[str] | None:
                 said = cluster.running["gateway"].output[num_said:]
-                return re.search(rf"\({role}\) is lost: (.*)\n", said)
+                return re.search(rf"\({role}\) (is lost: .*|has left)\n", said)
 
             told = wait_until(why_lost, f"{role} is lost")
             assert told is not None
             # By the gateway that saw it first: nobody says goodbye for a killed process. And not by
             # its silence, which takes longer.
-            assert re.match("its process ended|it left", told[1]), told[0]
+            assert re.match("is lost: its process ended|has left", told[1]), told[0]
             start_again(role)
         cluster.kill("gateway")
         asked = {"prompt": PROMPTS[1], "max_tokens": NUM_TOKENS, "temperature": 0,

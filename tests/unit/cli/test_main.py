@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NoReturn
 
@@ -80,6 +81,15 @@ def test_every_setting_is_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -
         assert f"--{options.flag(name)}" in shown
         if option.switch:
             assert f"--no-{options.flag(name)}" in shown
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "100"])
+def test_no_line_of_help_ends_within_the_name_of_a_flag(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = run_help(["serve"], capsys, "--help=all").splitlines()
+    assert [line for line in lines if re.search(r"[a-z]-$", line)] == []
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
