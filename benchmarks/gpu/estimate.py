@@ -159,7 +159,7 @@ def estimate_one(given: Mapping[str, Assumption]) -> Estimate:
 
 def estimate_sharing(given: Mapping[str, Assumption]) -> Estimate:
     """Return output tokens a second of sixteen ranks that each have all but the routed experts, of
-    which they share out whole ones (`-dp 16 -ep`; refused on GPUs today).
+    which they share out whole ones (`-dp 16 -ep`; on GPUs it has run emulated only).
     """
     batch = given["batch"].value
     held = EXPERT_LAYERS * EXPERTS / SHARING * EXPERT_BYTES  # of so many tokens all are used
@@ -190,7 +190,7 @@ def lines(rows: Mapping[str, Any]) -> list[str]:
     others = {
         "1 x H200, routed experts in DRAM": estimate_one(given),
         "16 x H200, two instances as that of eight": two,
-        "16 x H200 that share experts (refused on GPUs today)": estimate_sharing(given),
+        "16 x H200 that share experts (on GPUs emulated only)": estimate_sharing(given),
     }
     shown = ["| assumption | value | from |", "|---|---|---|"]
     shown += [f"| {a.what} | {a.value:g} {a.unit} | {a.source} |" for a in given.values()]

@@ -18,6 +18,7 @@ from typing import Any
 
 MULTIPROCESSORS, CLOCK_HZ, ISSUES, BYTES_S, LAUNCH_S = 132, 1.755e9, 4, 4.3e12, 1e-6
 FORK_S = 1e-6
+EXCHANGE_S, LINK_BYTES_S = 7e-6, 450e9
 BF16_FLOPS = 788e12
 FP8_FLOPS = 2 * BF16_FLOPS
 ASSUMED = {
@@ -28,6 +29,8 @@ ASSUMED = {
     "1,576 TFLOP/s in FP8": "twice as much, as in the data sheet",
     "1 us a launch": "inside a captured graph; assumed: a kernel's start and end",
     "1 us a fork and join": "of a captured graph's branches; assumed: one more dependency each",
+    "7 us an exchange of ranks": "of 32 KB among eight H100 took 7.8 (sglang#2904); less a launch",
+    "450 GB/s into a GPU from others": "NVLink of eight, NVIDIA's data sheet; less in practice",
 }
 """What goes in, and where it is from. No number was measured here."""
 KEPT = Path(__file__).parent / "sm90.json"
@@ -65,6 +68,31 @@ SLICES = {
     "slice-b64-dcp8": Slice(64, 64, 512, 59.65e9),
     "slice-prompt-16": Slice(16, 1, 64, 24.95e9),
 }
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What one of eight ranks does in a step for the others: so many exchanges, launches beside
+    them, and bytes that come from other ranks.
+    """
+
+    exchanges: int
+    launches: int
+    num_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """How long this takes, nothing of it beside other work."""
+        launches = self.exchanges + self.launches
+        return self.exchanges * EXCHANGE_S + launches * LAUNCH_S + self.num_bytes / LINK_BYTES_S
+
+
+EXCHANGED = {
+    "slice-b1": Exchanged(124, 610, 12_542_208),
+    "slice-b64-dcp8": Exchanged(368, 1_037, 915_511_296),
+    "slice-prompt-16": Exchanged(246, 610, 53_760_000),
+}
+"""Of steps of `SLICES`, counted by `tests/support/kernels/step_launches.py`."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +270,22 @@ def table() -> list[str]:
     return shown
 
 
+def exchange_table() -> list[str]:
+    """Return the predictions of steps with what ranks exchange, as Markdown."""
+    now = json.loads(KEPT.read_text(encoding="utf-8"))["kernels"]
+    shown = [
+        "| step | exchanges | launches for them | MB from others | exchanges us | whole step us |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, of in EXCHANGED.items():
+        whole_s = slice_step(SLICES[name], now, before=False).whole_s + of.seconds
+        shown.append(
+            f"| `{name}` | {of.exchanges} | {of.launches:,} | {of.num_bytes / 1e6:.1f} | "
+            f"{of.seconds * 1e6:.0f} | {whole_s * 1e6:.0f} |"
+        )
+    return shown
+
+
 def _row(name: str, before: Prediction | None, now: Prediction) -> str:
     def both(old: float | None, new: float) -> str:
         shown = f"{new * 1e6:.0f}"
@@ -261,4 +305,4 @@ def assumed() -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join([*assumed(), "", *table()]))
+    print("\n".join([*assumed(), "", *table(), "", *exchange_table()]))

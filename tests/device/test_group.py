@@ -82,7 +82,7 @@ def test_ranks_exchange_what_the_plain_form_says(order: str) -> None:
     found = on_ranks(all_of_it, 4, order=order, seed=2)
     for rank, (small, large, gathered, exchanged, part, *came) in enumerate(found):
         parts = [torch.tensor([0.1 * each, 2.0]) for each in range(4)]
-        assert small == ordered_sum(parts).tolist()
+        assert small == ordered_sum(torch.stack(parts)).tolist()
         assert large == [10.0 * number for number in range(ONE_SHOT_BYTES // 2)]
         assert gathered == [0.0, 10.0, 1.0, 11.0, 2.0, 12.0, 3.0, 13.0]
         assert exchanged == [10.0 * other + rank for other in range(4)]
@@ -216,7 +216,7 @@ def unwaited(group: Group, gpus: Emulated) -> str:
     """Exchange without waiting for the end, then read; return the race."""
     group.meet()
     x, out = here(group, 1.0), torch.empty(2, device=f"cuda:{group.rank}")
-    work = group._ranks.allgather([list(out.view(2, 1))], [x])  # type: ignore[attr-defined]
+    work = group._ranks._allgather_base(out, x)  # type: ignore[attr-defined]
     out.add_(1)
     torch.cuda.synchronize(group.rank)
     work.wait()

@@ -14,7 +14,13 @@ from mooncake.model.device.prefill_graphs import PrefillGraphs
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.running.computed_step import ForwardPass
 from tests.support.kernels import hopper_table
-from tests.support.kernels.step_launches import model_of, noted, of_a_layer, of_a_step
+from tests.support.kernels.step_launches import (
+    exchanged_in_a_step,
+    model_of,
+    noted,
+    of_a_layer,
+    of_a_step,
+)
 from tests.support.model.tiny_models import slot
 
 
@@ -42,6 +48,13 @@ def test_launches_of_a_layer_of_experts(kind: str, most: int) -> None:
     assert f"-> {step:,} |" in row
     assert "`" + "` `".join(names) + "`" in row
     assert kind == "fp8" or step == predict.STEP_LAUNCHES[False]
+
+
+@pytest.mark.parametrize("name", predict.EXCHANGED)
+def test_what_ranks_exchange_in_a_step_is_what_predictions_take(name: str) -> None:
+    of = predict.SLICES[name]
+    found = exchanged_in_a_step(of.rows, dcp=8 if name.endswith("dcp8") else 1)
+    assert found == predict.EXCHANGED[name]
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp8"])

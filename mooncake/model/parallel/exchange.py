@@ -173,7 +173,7 @@ class GatheredRows:
         mine = self._group.exchange(of_ranks)
         self._ended_s = time.perf_counter()
         self._waiting_s += self._ended_s - began_s
-        return ordered_sum(mine[:, :num_rows].unbind(0))
+        return ordered_sum(mine[:, :num_rows])
 
     def _gathered(self, packed: torch.Tensor) -> torch.Tensor:
         began_s = time.perf_counter()

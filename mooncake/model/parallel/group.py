@@ -7,12 +7,10 @@ once. Otherwise replicated KV and routing would drift apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from mooncake_kernels.native.fixed import added
 
 
 @dataclass
@@ -124,10 +122,15 @@ class Solo:
         """Do nothing, because no other rank waits."""
 
 
-def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the ranks' parts: neighbours first, then neighbouring sums, in float32,
-    rounded once to their dtype.
+def ordered_sum(parts: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the ranks' parts, [ranks, ...]: neighbours first, then neighbouring sums,
+    in float32, rounded once to their dtype.
 
-    This is the plain form of the sum that every group returns.
+    This is the plain form of the sum that every group returns. All pairs of neighbours are added
+    by one operation, because a GPU launches each.
     """
-    return added([part.float() for part in parts]).to(parts[0].dtype)
+    left = parts.float()
+    while len(left) > 1:
+        pairs = left[:-1:2] + left[1::2]
+        left = torch.cat((pairs, left[-1:])) if len(left) % 2 else pairs
+    return left[0].to(parts.dtype)

@@ -16,7 +16,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -193,11 +193,11 @@ class SharedGroup:
             yield rows[first : first + at_once]
 
     def _exchange(
-        self, x: torch.Tensor, make: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+        self, x: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         places = self._places[(self._num_exchanges + 1) % 2]
         num_bytes = x.numel() * x.element_size()
-        parts = [place[:num_bytes].view(x.dtype).view(x.shape) for place in places]
+        parts = places[:, :num_bytes].view(x.dtype).view(self.size, *x.shape)
         parts[self.rank].copy_(x)
         self._come()
         return make(parts)
@@ -239,5 +239,5 @@ class SharedGroup:
         return True
 
 
-def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(parts), dim=-1)
+def _side_by_side(parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat(parts.unbind(0), dim=-1)

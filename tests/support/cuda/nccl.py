@@ -203,19 +203,17 @@ class ProcessGroupNCCL:
         self._communicators: dict[str, Communicator] = {}
         self._aborted = False
 
-    def allgather(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Work:
-        [outs], [given] = outputs, inputs
-        inners = [_inner(each) for each in outs]
+    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
+        if output.numel() != self._size * given.numel() or output.dtype != given.dtype:
+            raise ValueError(f"allgather: {output.numel()} is not {self._size} x {given.numel()}")
+        out, each = _inner(output), given.nbytes
 
         def take(parts: list[torch.Tensor]) -> None:
-            for out, part in zip(inners, parts, strict=True):
-                _bytes_of(out).copy_(part[: out.nbytes])
+            flat = _bytes_of(out).view(self._size, each)
+            for row, part in zip(flat, parts, strict=True):
+                row.copy_(part[:each])
 
-        if any(each.shape != given.shape or each.dtype != given.dtype for each in outs):
-            raise ValueError("allgather: outputs must have the shape and dtype of the input")
-        return self._queue(self._all(given), _words("allgather", given), given, outs, take)
+        return self._queue(self._all(given), _words("allgather", given), given, [output], take)
 
     def alltoall_base(
         self,

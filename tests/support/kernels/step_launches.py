@@ -2,8 +2,8 @@
 
 Tensors of the meta device have shapes and no numbers: the step takes the way it takes on a GPU,
 every operation of torch that would start a kernel is noted, and so is every kernel of ours. One
-entry may be two kernels where a library cuts a product's inner axis. What ranks exchange is not
-counted.
+entry may be two kernels where a library cuts a product's inner axis. What ranks exchange is counted
+where a group is given that notes it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mooncake_kernels.triton import experts
 from mooncake_kernels.triton.device import INTERPRETED
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.predict import MULTIPROCESSORS
+from benchmarks.gpu.predict import MULTIPROCESSORS, Exchanged
 from benchmarks.gpu.rank_slice import KIMI_K2, RANKS, Steps
-from mooncake.base import KvLayout, ModelSpec
+from mooncake.base import KvLayout, ModelSpec, Shape
 from mooncake.model.backends import Backends, SideStream
 from mooncake.model.checkpoint.quant_format import (
     FP8_BLOCK,
@@ -35,6 +35,8 @@ from mooncake.model.device.graphs import DecodeGraphs
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
 from mooncake.model.loading import load_model
+from mooncake.model.parallel.group import Group
+from mooncake.model.parallel.torch_group import NCCL, TorchGroup
 
 FEW_EXPERTS = 16
 """How many there are is no part of the code."""
@@ -91,6 +93,31 @@ def noted(names: list[str] | None = None) -> Iterator[list[str]]:
         yield names
 
 
+_EXCHANGE = "exchange of "
+
+
+class _Silent:
+    """What a group exchanges by, without other ranks. Its calls are noted in `names`, each with the
+    bytes that come from the others.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def _allgather_base(self, made: torch.Tensor, x: torch.Tensor) -> _Silent:
+        return self._exchanged(made)
+
+    def alltoall_base(self, made: torch.Tensor, x: torch.Tensor, *sizes: list[int]) -> _Silent:
+        return self._exchanged(made)
+
+    def _exchanged(self, made: torch.Tensor) -> _Silent:
+        self._names.append(f"{_EXCHANGE}{made.nbytes * (RANKS - 1) // RANKS}")
+        return self
+
+    def wait(self) -> None:
+        """Return, because nothing was begun."""
+
+
 def model_of(
     kind: str,
     num_layers: int,
@@ -100,8 +127,12 @@ def model_of(
     num_ranks: int = RANKS,
     deterministic: bool = False,
     side: SideStream | None = None,
+    group: Group | None = None,
+    dcp: int = 1,
 ) -> KimiK2:
-    """Return the first of so many ranks' model. kind: of weights, one of `FORMATS`."""
+    """Return the first of so many ranks' model. kind: of weights, one of `FORMATS`. group: of eight
+    ranks; None: one that exchanges nothing. dcp: how many of them share a context out.
+    """
     spec = ModelSpec.from_config(
         {
             **KIMI_K2, "num_hidden_layers": num_layers, "first_k_dense_replace": num_dense,
@@ -113,7 +144,8 @@ def model_of(
         dtype=torch.bfloat16,
         device=META,
         backends=Backends("triton", "triton", deterministic=deterministic, side=side),
-        group=SilentRanks(RANKS) if num_ranks == RANKS else None,
+        group=group or (SilentRanks(RANKS) if num_ranks == RANKS else None),
+        shape=Shape(tp=num_ranks, dcp=dcp),
     )
 
 
@@ -125,11 +157,13 @@ def launches(
     *,
     side: SideStream | None = None,
     names: list[str] | None = None,
+    group: Group | None = None,
+    dcp: int = 1,
 ) -> list[str]:
     """Return what a decode step of `rows` sequences launches, in order, on one of eight ranks; in
-    `names`, where given, beside what else was noted there meanwhile.
+    `names`, where given, beside what else was noted there meanwhile. group, dcp: see `model_of`.
     """
-    model = model_of(kind, num_layers, num_dense, side=side)
+    model = model_of(kind, num_layers, num_dense, side=side, group=group, dcp=dcp)
     layout = KvLayout.for_model(
         model.spec, block_tokens=64, dtype="bfloat16", weights_revision="none"
     )
@@ -154,6 +188,23 @@ def of_a_step(kind: str, num_layers: int = 61) -> int:
     """Return how many kernels a step of so many layers launches, the first of them dense."""
     two, three = len(launches(kind, 2, 1)), len(launches(kind, 3, 1))
     return two + (num_layers - 2) * (three - two)
+
+
+def exchanged_in_a_step(rows: int, dcp: int = 1, num_layers: int = 61) -> Exchanged:
+    """Return what ranks exchange in a step of so many layers, and launch for that."""
+
+    def of(layers: int) -> list[int]:
+        names: list[str] = []
+        group = TorchGroup(NCCL, 0, RANKS, -1, 0.0)
+        group._ranks = _Silent(names)
+        launches("int4", layers, 1, rows, names=names, group=group, dcp=dcp)
+        calls = [int(each.removeprefix(_EXCHANGE)) for each in names if each.startswith(_EXCHANGE)]
+        alone = len(launches("int4", layers, 1, rows))
+        return [len(calls), len(names) - len(calls) - alone, sum(calls)]
+
+    return Exchanged(
+        *(two + (num_layers - 2) * (three - two) for two, three in zip(of(2), of(3), strict=True))
+    )
 
 
 if __name__ == "__main__":

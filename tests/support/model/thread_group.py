@@ -65,7 +65,7 @@ class ThreadGroup:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' `x`. GroupError: another rank failed."""
-        return self._with_all(x, ordered_sum)
+        return self._with_all(x, lambda parts: ordered_sum(torch.stack(list(parts))))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return all ranks' `x` side by side. GroupError: another rank failed."""
