@@ -53,6 +53,18 @@ class Processes:
         for number in numbers or range(len(self.each)):
             self._pipes[number].send_bytes(b"go on")
 
+    def end(self) -> None:
+        """Tell all to go on, and wait for their ends. AssertionError: one has another value, or
+        an error.
+        """
+        self.go_on()
+        for number, pipe in enumerate(self._pipes):
+            with contextlib.suppress(EOFError):
+                raise AssertionError(f"process {number} does not end: {self.found_by(number)}")
+            pipe.close()
+        self.join()
+        assert {each.exitcode for each in self.each} == {0}
+
     def join(self) -> None:
         """Wait for the end of all."""
         for process in self.each:

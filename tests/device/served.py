@@ -73,6 +73,11 @@ class Served:
             step += 1
         return {number: list(each.output_tokens) for number, each in made.items()}
 
+    def hear_until_it_fails(self) -> None:
+        """Hear the runner without a request. Raises what it fails with."""
+        while True:
+            self._hear()
+
     def _hear(self) -> None:
         assert select.select([self.runner.fileno()], [], [], STEP_S)[0], "the runner is silent"
         for event in self.runner.poll():

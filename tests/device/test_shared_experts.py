@@ -5,6 +5,7 @@ rank on the CPU.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -51,13 +52,14 @@ def wanted(nano: Path) -> tuple[dict[int, list[int]], dict[int, list[float]]]:
         return engine.run(JOINS), engine.logprobs
 
 
-def engine_of_two(
+def engine_of_some(
     number: int, name: str, path: Path, words: str, backend: str, machine: dict[str, Any],
-    options: dict[str, Any], *all_joins: Joins,
+    options: dict[str, Any], *all_joins: Joins | None,
 ) -> Iterator[Any]:  # fmt: skip
     """Open an engine that shares its experts, and yield what it makes of some requests, and of
-    further ones. options: of `served`; `silent_s`: how long a follower may give no sign of
-    life, and another engine once the first requests are done.
+    further ones; None: there are none, and it goes on until it fails. options: of `served`;
+    `silent_s`: how long a follower may give no sign of life, and another engine once the first
+    requests are done.
     """
     silent_s = options.pop("silent_s", RANK_S)
     torch.set_num_threads(1)
@@ -75,6 +77,8 @@ def engine_of_two(
         peers = expert_peers.meet(group, credential, ModelOptions(device="cuda", shape=shape))
         with served(path, "cuda", backend, peers, shape=shape, **options) as engine:
             for turn, joins in enumerate(all_joins):
+                if joins is None:
+                    engine.hear_until_it_fails()
                 found = engine.run(joins, first=10 * turn) if joins else {}
                 peers.timeout_s = silent_s
                 yield found, engine.logprobs, engine.counters | engine.engine.counters
@@ -105,7 +109,7 @@ def test_engines_that_share_experts_have_the_tokens_and_logprobs_of_one_on_the_c
     eplb = EplbConfig(window_size=2, step_interval=4, num_redundant_experts=shape.ep)
     alone: list[Joins] = [{}, {0: JOINS[0][:1]}]
     engines = Processes(
-        engine_of_two,
+        engine_of_some,
         [
             (
                 number,
@@ -130,9 +134,7 @@ def test_engines_that_share_experts_have_the_tokens_and_logprobs_of_one_on_the_c
     assert min(first[2][MOVES], second[2][MOVES]) > 0.0
     engines.go_on()
     assert engines.found()[1][0] == {10: tokens[0]}
-    engines.go_on()
-    engines.join()
-    assert [each.exitcode for each in engines.each] == [0, 0]
+    engines.end()
 
 
 def test_engines_whose_experts_are_on_another_have_the_tokens_and_logprobs_of_one_on_the_cpu(
@@ -143,7 +145,7 @@ def test_engines_whose_experts_are_on_another_have_the_tokens_and_logprobs_of_on
     parts: list[Joins] = [*PARTS, {}]
     measured = {"measures": True, "measure_pages": True}
     engines = Processes(
-        engine_of_two,
+        engine_of_some,
         [
             (number, name, nano, "tp1-dp2-experts1", CAPTURED, machine, measured, part)
             for number, part in enumerate(parts)
@@ -155,10 +157,7 @@ def test_engines_whose_experts_are_on_another_have_the_tokens_and_logprobs_of_on
     assert [*first[0].values(), *second[0].values()] == [tokens[each] for each in (0, 2, 1)]
     assert first[1][0] == pytest.approx(logprobs[0], abs=1e-4)
     assert experts[0] == {}
-    engines.go_on(0, 1)
-    engines.go_on(2)
-    engines.join()
-    assert [each.exitcode for each in engines.each] == [0, 0, 0]
+    engines.end()
 
 
 @pytest.mark.parametrize("method", [EAGLE3, MTP])
@@ -178,7 +177,7 @@ def test_drafts_of_a_layer_are_in_captured_steps_that_engines_agree_on(
     head = "" if method == MTP else str(knowing_head(model, tmp_path / "head", texts))
     drafts = SpeculativeConfig(method=method, num_speculative_tokens=2, model=head)
     engines = Processes(
-        engine_of_two,
+        engine_of_some,
         [
             (
                 number,
@@ -199,57 +198,69 @@ def test_drafts_of_a_layer_are_in_captured_steps_that_engines_agree_on(
         tokens[each] for each in (0, 2, 1)
     ]
     assert sum(counters[ACCEPTED_TOKENS] for *_, counters in found) > 0
-    engines.go_on()
-    engines.join()
-    assert [each.exitcode for each in engines.each] == [0, 0]
+    engines.end()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_that_ends_or_stands_still_ends_the_other_in_its_exchange(
-    nano: Path, how: signal.Signals
+@pytest.mark.parametrize(
+    ("words", "ends"),
+    [("tp1-dp2-ep2", 1), ("tp1-dp2-experts1", 1), ("tp1-dp2-experts1", 2)],
+    ids=["an engine", "an engine without experts", "the experts"],
+)
+def test_an_engine_that_ends_or_stands_still_ends_the_others_in_its_exchange(
+    nano: Path, words: str, ends: int, how: signal.Signals
 ) -> None:
-    """Where it stands still, it is killed."""
-    engines = two_that_wait("tp1-dp2-ep2", nano, [SHORT, LONG], [{}])
-    other = engines.each[1].pid
-    assert other is not None
-    os.kill(other, signal.SIGSTOP)
-    engines.go_on(0)
-    killing = threading.Timer(1.0, os.kill, [other, how])
+    """Where it stands still, it is killed. The first engine is in a step, and the others wait for
+    work.
+    """
+    idle: list[Joins | None] = [{}, None]
+    engines = some_that_wait(words, nano, [SHORT, LONG], *[idle] * (1 + words.count("experts")))
+    others = [each for each in range(1, len(engines.each)) if each != ends]
+    victim = engines.each[ends].pid
+    assert victim is not None
+    os.kill(victim, signal.SIGSTOP)
+    engines.go_on(0, *others)
+    killing = threading.Timer(1.0, os.kill, [victim, how])
     killing.start()
     said = "has ended" if how is signal.SIGKILL else "has said nothing for"
-    assert f"decode-1, which shares experts with this worker, {said}" in engines.found_by(0)
-    engines.go_on(0)
+    for each in (0, *others):
+        found = engines.found_by(each)
+        assert re.search(
+            f"decode-{ends}, which shares experts with this worker, ({said}|is lost, as)", found
+        )
+    engines.go_on(0, *others)
     engines.join()
-    assert [each.exitcode for each in engines.each] == [0, -signal.SIGKILL]
+    killing.join()
+    wanted = [0] * len(engines.each)
+    wanted[ends] = -signal.SIGKILL
+    assert [each.exitcode for each in engines.each] == wanted
 
 
 def test_a_rank_that_stands_still_ends_all_engines_that_share_experts(nano: Path) -> None:
     """Its own engine finds that it does; the other one waits for both of its ranks."""
-    engines = two_that_wait("tp2-dp2-ep4", nano, [SHORT, LONG], [{}, LONG])
+    engines = some_that_wait("tp2-dp2-ep4", nano, [SHORT, LONG], [{}, LONG])
     [follower] = followers(engines.each[1].pid)
     follower.send_signal(signal.SIGSTOP)
     engines.go_on()
     first, second = engines.found()
     assert "decode-1, which shares experts with this worker, has ended" in first
     assert "rank 1 of this model gave no sign of life" in second
-    engines.go_on()
-    engines.join()
-    assert [each.exitcode for each in engines.each] == [0, 0]
+    engines.end()
     assert not follower.is_running()
 
 
-def two_that_wait(words: str, path: Path, *joins: list[Joins]) -> Processes:
-    """Return two engines with captured steps once they have computed their first requests."""
+def some_that_wait(words: str, path: Path, *joins: list[Joins | None]) -> Processes:
+    """Return engines with captured steps once they have computed their first requests."""
     name, shape = group_name(), Shape.parse(words)
     machine = {"num_devices": shape.tp}
     engines = Processes(
-        engine_of_two,
+        engine_of_some,
         [
             (number, name, path, words, CAPTURED, machine, {"silent_s": 20.0}, *each)
             for number, each in enumerate(joins)
         ],
     )
-    first, second = engines.found()
-    assert not isinstance(second, str), (first, second)
-    assert len(first[0][0]) == 3
+    found = engines.found()
+    assert not any(isinstance(each, str) for each in found), found
+    assert len(found[0][0][0]) == 3
     return engines

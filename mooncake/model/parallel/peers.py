@@ -25,9 +25,9 @@ from mooncake.base.threads import VitalThread
 from mooncake.model.parallel.group import Group, GroupError
 
 _MESSAGE = struct.Struct("<q")
-_READY, _LIVES, _LEAVES = -1, -2, -3
+_READY, _LIVES, _LEAVES, _LOST = -1, -2, -3, -(2**62)
 """The messages. A number above zero is the step that the sender begins; `_LEAVES` - n says that the
-sender's last step was step n.
+sender's last step was step n, and `_LOST` - n that instance n is lost, so the sender ends too.
 """
 _SIGN_S = 1.0
 _SILENT_S = 5.0
@@ -133,10 +133,11 @@ class Peers:
             raise GroupError(self.lost)
         self._tell(step)
 
-    def fail(self, why: str) -> None:
-        """End all instances. `why` is the reason of this instance's runner. Only the first call
-        counts. Any thread may call this.
+    def fail(self, why: str, lost: int | None = None) -> None:
+        """End all instances. `why` is the reason that this instance gives. lost: the number of the
+        instance that is lost; None: this one. Only the first call counts. Any thread may call this.
         """
+        message = _MESSAGE.pack(_LOST - (self.number if lost is None else lost))
         with self._changed:
             if self._closed or self.lost is not None:
                 return
@@ -144,6 +145,8 @@ class Peers:
             self._changed.notify_all()
         self._stop_exchanges()
         for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.send(message, socket.MSG_DONTWAIT)
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_WR)  # the others do so too, if they can
         self._on_lost()
@@ -259,7 +262,8 @@ class Peers:
             if silent_s > self.timeout_s:
                 self.fail(
                     f"{name}, which shares experts with this worker, has said nothing for "
-                    f"{silent_s:.0f} s"
+                    f"{silent_s:.0f} s",
+                    other,
                 )
 
     def _hear(self, other: int) -> bool:
@@ -270,10 +274,13 @@ class Peers:
             data = b""
         if len(data) < _MESSAGE.size:
             self._has_gone(other)
-            self.fail(self._has_ended(other))
+            self.fail(self._has_ended(other), other)
             return False
         self._heard_s[other] = time.monotonic()
         [number] = _MESSAGE.unpack(data)
+        if number <= _LOST:
+            self._is_told(_LOST - number, other)
+            return True
         if number <= _LEAVES:
             self._left[other] = _LEAVES - number
             self._begin(0)
@@ -288,6 +295,17 @@ class Peers:
             self._on_wake(number)
         return True
 
+    def _is_told(self, lost: int, other: int) -> None:
+        """Fail, because instance `other` ends for the loss of one. Name the one that was lost."""
+        if lost not in self._links or lost == other:
+            self.fail(self._has_ended(other), other)
+        else:
+            self.fail(
+                f"{self._workers[lost]}, which shares experts with this worker, is lost, as "
+                f"{self._workers[other]} says",
+                lost,
+            )
+
     def _begin(self, step: int) -> None:
         """Note that an instance has begun a step. Fail if an instance that has left does not take
         part in it: an exchange would wait for it, and a GPU whose exchange is stopped goes on with
@@ -297,7 +315,7 @@ class Peers:
             self._begun = max(self._begun, step)
             missed = [other for other, last in self._left.items() if last < self._begun]
         if missed:
-            self.fail(self._has_ended(missed[0]))
+            self.fail(self._has_ended(missed[0]), missed[0])
 
     def _has_gone(self, other: int) -> None:
         with self._changed:
