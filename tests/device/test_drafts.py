@@ -65,10 +65,18 @@ def wanted(checkpoint: Path) -> Answers:
 
 @pytest.fixture(scope="module")
 def methods(checkpoint: Path, wanted: Answers) -> dict[str, SpeculativeConfig]:
-    """Two drafts by each method. One head knows the answers, and the one with MLA is random."""
+    return methods_of(checkpoint, JOINS, wanted[0])
+
+
+def methods_of(
+    checkpoint: Path, joins: Joins, answers: dict[int, list[int]]
+) -> dict[str, SpeculativeConfig]:
+    """Return two drafts by each method. One head knows the answers, and the one with MLA is
+    random.
+    """
     folder, spec = checkpoint.parent, Checkpoint.open(checkpoint).spec
-    prompts = [tokens for step in JOINS.values() for tokens, _ in step]
-    texts = [[*tokens, *wanted[0][number]] for number, tokens in enumerate(prompts)]
+    prompts = [tokens for step in joins.values() for tokens, _ in step]
+    texts = [[*tokens, *answers[number]] for number, tokens in enumerate(prompts)]
     config = mla_config_of(spec, draft_vocab_size=None)
     heads = {
         EAGLE3: knowing_head(checkpoint, folder / "head", texts),
