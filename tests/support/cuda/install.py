@@ -24,6 +24,7 @@ from tests.support.cuda import memory as memories
 from tests.support.cuda import streams, tensors
 from tests.support.cuda.facade import DriverGpu, names, pinning
 from tests.support.cuda.kernels import queued_launches
+from tests.support.cuda.mutants import taken_out
 from tests.support.cuda.nccl import ProcessGroupNCCL
 from tests.support.cuda.streams import LATE, Machine
 
@@ -99,6 +100,7 @@ def emulated(
         nccl = mock.patch.object(dist, "ProcessGroupNCCL", ProcessGroupNCCL, create=True)
         stack.enter_context(nccl)
         stack.enter_context(queued_launches())
+        stack.enter_context(taken_out())
         yield Emulated(machine, memory)
 
 
