@@ -35,9 +35,9 @@ from benchmarks.support.servers import (
     machine,
     running,
 )
-from mooncake.api import load_tokenizer
 from mooncake.api.http.client import HttpClient
 from mooncake.api.http.event_loop import run_in_loop
+from mooncake.api.text.tokenizer import load_tokenizer
 from mooncake.bench.arrivals import Arrivals, Run
 from mooncake.bench.endpoint import Output, Target
 from mooncake.bench.metrics import Metrics

@@ -36,8 +36,9 @@ from benchmarks.support.servers import load, machine
 from mooncake.base import KvLayout, MonotonicClock, Role, SystemIds, WorkerHello, WorkerRef
 from mooncake.base.memory import format_bytes, parse_bytes
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
-from mooncake.kvstore import KvNode, KvStoreConfig
+from mooncake.identity.credential import own_credential
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.node.node import KvNode
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.pool_client.session import PoolSession, PoolSessionConfig

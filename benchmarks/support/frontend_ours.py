@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.servers import SERVED_NAME
-from mooncake.api import ApiConfig, create_app, load_served_model, serve
+from mooncake.api.app import create_app
+from mooncake.api.config import ApiConfig
 from mooncake.api.http.event_loop import run_in_loop
+from mooncake.api.http.server import serve
+from mooncake.api.model import load_served_model
 from mooncake.base import FinalEvent, FinishReason, GenerateRequest, RequestOutput, Sink
 
 FIRST_TOKEN, NUM_TOKENS = 300, 97

@@ -28,7 +28,7 @@ from mooncake.base import (
 )
 from mooncake.base.messages import LoadReport
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.plan import ServePlan
 from mooncake.launch.config.settings import ServeConfig

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from benchmarks.support.servers import SERVED_NAME
-from mooncake.api import load_served_model
 from mooncake.api.http.event_loop import run_in_loop
+from mooncake.api.model import load_served_model
 from mooncake.base import SystemIds
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess, listen
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve

@@ -22,7 +22,7 @@ from mooncake.base import Grammar, KvLayout, MonotonicClock, SystemIds
 from mooncake.base.rights import CredentialRole
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import LayerDone, PolledRunner, RunnerEvent, StepPlan, StepResult
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.host import machine_facts
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.launch.worker.wiring import build

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from mooncake.base import ConfigError
 
 if TYPE_CHECKING:
-    from mooncake.api import Tokenizer
+    from mooncake.api.text.tokenizer import Tokenizer
 
 Message = dict[str, str]
 

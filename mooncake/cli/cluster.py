@@ -30,7 +30,7 @@ from mooncake.launch.config.options import above_zero, bracketed, setting, text,
 from mooncake.launch.host.secrets.credentials import read_secret, write_private, writing
 
 if TYPE_CHECKING:
-    from mooncake.identity import Keys
+    from mooncake.identity.credential import Keys
 
 AUTHORITY_KEY = "ca-key.pem"
 DAY_S = 86_400.0
@@ -151,8 +151,7 @@ def _held(file: Path, secret: str) -> tuple[bool, Keys | None]:
     its keys if the secret has a line that signed it. With these keys a running process takes the
     new credential.
     """
-    from mooncake.identity import own_credential
-    from mooncake.identity.credential import cluster_keys, secrets_in
+    from mooncake.identity.credential import cluster_keys, own_credential, secrets_in
 
     if not file.exists():
         return False, None

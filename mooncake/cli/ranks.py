@@ -41,7 +41,7 @@ class Ranks:
 
 def run(wanted: Ranks) -> int:
     """Start ranks for workers until SIGTERM or Ctrl-C."""
-    from mooncake.identity import own_credential
+    from mooncake.identity.credential import own_credential
     from mooncake.launch.host.processes.end_signals import EndSignals
     from mooncake.launch.host.processes.vital_threads import end_with_vital_threads
     from mooncake.launch.host.secrets.secret_file import SecretFollower

@@ -1,5 +1,1 @@
 """The decode role: receives or computes the KV of prompts and generates their tokens."""
-
-from mooncake.decode.worker import DecodeWorker
-
-__all__ = ["DecodeWorker"]

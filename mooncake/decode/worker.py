@@ -35,7 +35,8 @@ from mooncake.decode.task import (
 )
 from mooncake.engine.plan import StepResult
 from mooncake.engine.sequence import Made, rank
-from mooncake.instance import Instance, RoleWorker
+from mooncake.instance.instance import Instance
+from mooncake.instance.role import RoleWorker
 
 
 class DecodeWorker(RoleWorker[DecodeJob]):

@@ -23,9 +23,8 @@ from pathlib import Path
 from mooncake.base import ConfigError, Forbidden, MooncakeError, Unavailable, Unreachable
 from mooncake.base.rights import CredentialRole
 from mooncake.base.urls import server_url
-from mooncake.identity import certify, listening_seed
 from mooncake.identity.certificates import HostKey, Pem, sign_host_key
-from mooncake.identity.credential import Credential, Keys, keys_in
+from mooncake.identity.credential import Credential, Keys, certify, keys_in, listening_seed
 from mooncake.identity.enrolment import (
     Enrolled,
     HostCertificate,

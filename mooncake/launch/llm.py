@@ -12,7 +12,6 @@ import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mooncake.api import Tokenizer, load_served_model
 from mooncake.api.adapters.python_call import (
     PythonRequest,
     RequestOutput,
@@ -23,6 +22,8 @@ from mooncake.api.adapters.python_call import (
     completion_request,
 )
 from mooncake.api.api_server import ApiServer
+from mooncake.api.model import load_served_model
+from mooncake.api.text.tokenizer import Tokenizer
 from mooncake.base import InvalidRequest, Unavailable
 from mooncake.launch.cluster.colocated import ColocatedWorkers
 from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess, api_config

@@ -36,8 +36,10 @@ from mooncake.base.request import (
 )
 from mooncake.engine.plan import LayerDone, StepResult, StepSlot
 from mooncake.engine.sequence import Made, rank
-from mooncake.instance import Destination, Instance, Push, RoleWorker
+from mooncake.instance.instance import Instance
 from mooncake.instance.job_table import Job
+from mooncake.instance.push import Destination, Push
+from mooncake.instance.role import RoleWorker
 
 
 class Stage(Enum):

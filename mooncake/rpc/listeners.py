@@ -16,7 +16,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from mooncake.base.pool_messages import AnyMessage
-from mooncake.identity import Credential
+from mooncake.identity.credential import Credential
 from mooncake.rpc.codec import encode, head_of
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED

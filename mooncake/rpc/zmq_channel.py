@@ -34,7 +34,13 @@ from mooncake.base.mailbox import Mailbox
 from mooncake.base.messages import AskCluster, Drain, Refused, StepOutputs, WorkerHello
 from mooncake.base.pool_messages import AnyMessage, ForgetBlocks, RemoveBlocks
 from mooncake.base.rights import Sender, refusal, speaker_of
-from mooncake.identity import Certificate, ClusterKeys, Credential, check_certificate, objection
+from mooncake.identity.credential import (
+    Certificate,
+    ClusterKeys,
+    Credential,
+    check_certificate,
+    objection,
+)
 from mooncake.rpc.channel import PeerEnded
 from mooncake.rpc.codec import (
     MAX_MESSAGE_BYTES,

@@ -11,7 +11,7 @@ from mooncake.base.clock import Clock
 from mooncake.base.errors import ConfigError
 from mooncake.base.ids import SystemIds
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import Credential, own_credential
+from mooncake.identity.credential import Credential, own_credential
 from mooncake.transfer.choices import PROTOCOLS, check_protection, usable_protocols
 from mooncake.transfer.local import MAX_HANDS, CopyPool, InprocBackend, InprocFabric
 from mooncake.transfer.net.endpoint import Protection

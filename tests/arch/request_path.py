@@ -22,7 +22,8 @@ from typing import Any
 
 import httpx
 
-from mooncake.api import create_app, load_served_model
+from mooncake.api.app import create_app
+from mooncake.api.model import load_served_model
 from mooncake.launch.cluster.colocated import ColocatedWorkers
 from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess, api_config
 from mooncake.launch.config.plan import make_plan

@@ -139,7 +139,9 @@ def test_what_others_import_of_the_packages_is_there() -> None:
 GATEWAY = """
 import sys
 from mooncake.cli import main, serve
-from mooncake.api import bind, create_app, load_served_model, serve
+from mooncake.api.http.server import bind, serve
+from mooncake.api.app import create_app
+from mooncake.api.model import load_served_model
 from mooncake.api.http import event_loop
 from mooncake.launch.cluster import checks, serve
 from mooncake.launch.cluster.gateways import gateway_process

@@ -13,7 +13,8 @@ from mooncake.base.kv_layout import BlockPlaces, SegmentRef
 from mooncake.base.messages import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, WorkerRef
 from mooncake.base.pool_messages import AnyMessage
 from mooncake.base.rights import SENDERS, CredentialRole
-from mooncake.identity import Certificate, credential
+from mooncake.identity import credential
+from mooncake.identity.credential import Certificate
 from mooncake.kvstore.client import client
 from mooncake.kvstore.client.block_writer import ASK_AGAIN_S
 from mooncake.kvstore.config import KvStoreConfig

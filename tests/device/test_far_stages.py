@@ -15,7 +15,7 @@ import pytest
 
 from mooncake.base import InternalError, SamplingParams, Shape
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.host import machine_facts
 from mooncake.launch.worker.ranks import rank_host
 from mooncake.launch.worker.ranks.far_ranks import FarStages

@@ -21,7 +21,7 @@ from mooncake.base.rights import CredentialRole
 from mooncake.engine.config import EAGLE3, MTP, SpeculativeConfig
 from mooncake.engine.expert_placement import EplbConfig
 from mooncake.engine.speculation import ACCEPTED_TOKENS
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.worker.ranks import expert_peers
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.expert_balancing import MOVES

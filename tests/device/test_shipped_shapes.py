@@ -27,7 +27,7 @@ from mooncake.base import (
     pack_tokens,
 )
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config import shipped
 from mooncake.launch.config.config import read_file, resolve

@@ -20,8 +20,7 @@ from mooncake.api.http.client_wire import request_head
 from mooncake.base import Drain, SeededIds, WorkerRef
 from mooncake.base.messages import WhoAreYou
 from mooncake.crypto.keys import Key, KeyRing
-from mooncake.identity import issue
-from mooncake.identity.credential import PREFIX
+from mooncake.identity.credential import PREFIX, issue
 from mooncake.kvstore.storage.block_record import (
     PAGE_BYTES,
     BlockHeader,

@@ -12,7 +12,7 @@ import pytest
 from mooncake.base import WorkerRef
 from mooncake.base.messages import BorrowWeights, WeightsLent
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.worker.weights import weights_lender
 from mooncake.launch.worker.weights.borrowed_weights import _Lender
 from mooncake.launch.worker.weights.weights_lender import WeightsLender

@@ -10,7 +10,7 @@ import pytest
 
 from mooncake.base import FinishReason, Grammar, Role
 from mooncake.base.large_settings import MIN_NAMED_BYTES
-from mooncake.instance import InstanceConfig
+from mooncake.instance.config import InstanceConfig
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.telemetry.events import FirstToken
 from tests.support.sim.cluster import Cluster, HeapRunner, engine_config, request, specs

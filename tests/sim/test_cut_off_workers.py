@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from mooncake.instance import InstanceConfig
+from mooncake.instance.config import InstanceConfig
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.world.network import NetworkConfig
 from tests.support.examples import examples

@@ -9,7 +9,7 @@ import pytest
 
 from mooncake.base import WorkerRef
 from mooncake.base.messages import RequestTask
-from mooncake.instance import RoleWorker
+from mooncake.instance.role import RoleWorker
 from tests.support.sim.cluster import Cluster, request, specs
 
 OTHER = WorkerRef("other", "e1", "elsewhere")

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from mooncake.base import FinishReason, Role
-from mooncake.instance import InstanceConfig
+from mooncake.instance.config import InstanceConfig
 from mooncake.rpc.membership import ANSWER_S
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.sim.world.network import NetworkConfig

@@ -21,7 +21,7 @@ from mooncake.base.messages import (
     Reserved,
     Unpin,
 )
-from mooncake.instance import InstanceConfig
+from mooncake.instance.config import InstanceConfig
 from mooncake.scheduler.config import SchedulerConfig
 from tests.support.sim.cluster import Cluster, request, specs
 

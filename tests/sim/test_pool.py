@@ -6,7 +6,7 @@ import pytest
 
 from mooncake.base import AnyMessage, BlockEvents, Tier, block_keys
 from mooncake.base.messages import Replicate
-from mooncake.kvstore import KvNode
+from mooncake.kvstore.node.node import KvNode
 from mooncake.sim.world.disk import SimMedium
 from mooncake.sim.world.network import Endpoint, NetworkConfig
 from tests.sim.test_cluster import EAGER, PROMPT, prompts

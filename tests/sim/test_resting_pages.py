@@ -10,8 +10,8 @@ import pytest
 
 from mooncake.base import GenerateRequest, WorkerRef
 from mooncake.base.messages import KVReady, PeerLost, RequestTask, Reserved
-from mooncake.decode import DecodeWorker
-from mooncake.instance import InstanceConfig
+from mooncake.decode.worker import DecodeWorker
+from mooncake.instance.config import InstanceConfig
 from mooncake.sim.world.network import Endpoint, NetworkConfig
 from mooncake.sim.world.world import Worker
 from tests.support.sim.cluster import Cluster, engine_config, request, specs

@@ -157,7 +157,7 @@ def _words(path: str, *, skip: bool) -> Any:
 
     directory = Path(path)
     if not skip and directory.is_dir():
-        from mooncake.api import load_tokenizer
+        from mooncake.api.text.tokenizer import load_tokenizer
 
         return PromptSource(load_tokenizer(directory), 0)
     vocab = BLIND_VOCAB

@@ -45,8 +45,7 @@ class Wanted:
 
 def make(wanted: Wanted) -> int:
     """Write a credential."""
-    from mooncake.identity import issue
-    from mooncake.identity.credential import PREFIX
+    from mooncake.identity.credential import PREFIX, issue
     from mooncake.launch.host.secrets.credentials import write_private, writing
 
     roles = [CredentialRole(role) for role in wanted.role]

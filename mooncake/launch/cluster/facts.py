@@ -20,7 +20,7 @@ from mooncake.base import (
 )
 from mooncake.base.cluster_mode import ClusterMode, Weights
 from mooncake.base.messages import NextLife
-from mooncake.identity import Credential
+from mooncake.identity.credential import Credential
 from mooncake.launch.config.settings import ServeConfig
 from mooncake.launch.host.secrets.credentials import kept_secret
 from mooncake.launch.host.seeds import ASK_AGAIN_S, NotUp, Seeds

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from mooncake.base import InternalError, MooncakeError, Role
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.facts import facts_of_seeds, joining_secret
 from mooncake.launch.cluster.log_file import start_log

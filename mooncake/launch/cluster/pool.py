@@ -20,7 +20,7 @@ from rich.console import Console
 
 from mooncake.base import ConfigError, KvLayout, MooncakeError, Role, SystemIds, WorkerRef
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.kvstore.node.node import KvNode
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.checks import check_start

@@ -46,7 +46,7 @@ from mooncake.launch.worker.native_code import compiled_meanwhile
 from mooncake.telemetry.audit import configure_audit
 
 if TYPE_CHECKING:
-    from mooncake.api import ServedModel
+    from mooncake.api.model import ServedModel
     from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess
 
     ApiServer = tuple[ServedModel, socket.socket]
@@ -154,8 +154,8 @@ def _run(
     """
     phases.begin("opening the API server")
     with importing():
-        from mooncake.api import load_served_model
         from mooncake.api.http.event_loop import run_in_loop
+        from mooncake.api.model import load_served_model
         from mooncake.launch.cluster.gateways.gateway_process import check_traces, listen
 
     check_traces(config)
@@ -190,7 +190,7 @@ def _make(
             bare_lines=config.log_format == "json",
         )  # fmt: skip
     with importing():
-        from mooncake.identity import own_credential
+        from mooncake.identity.credential import own_credential
         from mooncake.launch.cluster.supervision.process_workers import ProcessWorkers
         from mooncake.rpc.zmq_channel import ZmqChannel
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from mooncake.base import ConfigError, MooncakeError, format_bytes
 from mooncake.base.messages import ClusterTold
-from mooncake.identity import Credential, own_credential
 from mooncake.identity.certificates import names_in
+from mooncake.identity.credential import Credential, own_credential
 from mooncake.launch.cluster.workers import check_transport
 from mooncake.launch.config.cluster_file import (
     CERTIFICATE,

@@ -16,7 +16,7 @@ import msgspec
 
 from mooncake.base import ConfigError, Role, SystemIds
 from mooncake.crypto.keys import KeySource
-from mooncake.identity import Credential
+from mooncake.identity.credential import Credential
 from mooncake.instance.config import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig
 from mooncake.launch.cluster.facts import ClusterFacts, when_up

@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from mooncake.api import ApiKey
-from mooncake.api.config import MAX_SLO_MS
+from mooncake.api.config import MAX_SLO_MS, ApiKey
 from mooncake.base import ConfigError, Priority
 from mooncake.launch.config.options import nearest
 from mooncake.launch.host.secrets.credentials import check_mode

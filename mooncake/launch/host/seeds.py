@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from mooncake.base import ConfigError, Forbidden, MooncakeError, SystemIds, Unreachable, WorkerRef
 from mooncake.base.messages import AskCluster, ClusterTold, Refused
 from mooncake.base.rights import client_id
-from mooncake.identity import Credential
+from mooncake.identity.credential import Credential
 from mooncake.launch.host import environment, machine_facts
 from mooncake.rpc.listeners import Listener, who_listens
 from mooncake.rpc.seed_addresses import SeedAddresses

@@ -36,8 +36,7 @@ from mooncake.base import (
 )
 from mooncake.base.pool_messages import LastingPin, PoolState
 from mooncake.base.rights import CredentialRole, client_id, tenant_key
-from mooncake.identity import own_credential
-from mooncake.identity.credential import PREFIX
+from mooncake.identity.credential import PREFIX, own_credential
 from mooncake.kvstore.client import values
 from mooncake.kvstore.client.block_memory import BlockMemory, Where
 from mooncake.kvstore.client.broadcast import PinnedAt, Replica

@@ -22,7 +22,7 @@ from mooncake.base import Drain
 from mooncake.base.pool_messages import PoolState
 from mooncake.base.rights import CredentialRole
 from mooncake.base.tls_files import TlsFiles
-from mooncake.identity import Trust
+from mooncake.identity.credential import Trust
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.host.health import Health, metrics_route, probe_routes
 from mooncake.launch.host.http_server import (

@@ -17,7 +17,7 @@ import msgspec
 from mooncake.base import CheckpointError, MonotonicClock, Role, SystemIds
 from mooncake.base.messages import CheckWeights, NextLife
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import Credential, own_credential
+from mooncake.identity.credential import Credential, own_credential
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.processes.start_phases import StartPhases
 from mooncake.launch.host.secrets.key_source import read_keys

@@ -26,13 +26,12 @@ from mooncake.base import (
 )
 from mooncake.base.mailbox import Polled
 from mooncake.base.messages import Asleep, CheckWeights
-from mooncake.decode import DecodeWorker
+from mooncake.decode.worker import DecodeWorker
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.plan import PolledRunner
-from mooncake.instance import Instance
 from mooncake.instance.expert_worker import ExpertWorker
-from mooncake.instance.instance import InstancePorts
+from mooncake.instance.instance import Instance, InstancePorts
 from mooncake.instance.rank_pages import FollowerPages
 from mooncake.instance.sleeper import Sleeper
 from mooncake.kvstore.node.node import KvNode
@@ -44,7 +43,7 @@ from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.launch.worker.weights.held_model import HeldModel, NoFiles
 from mooncake.launch.worker.weights.weights_lender import WeightsLender
 from mooncake.launch.worker.worker import Worker
-from mooncake.prefill import PrefillWorker
+from mooncake.prefill.worker import PrefillWorker
 from mooncake.rpc.channel import PolledChannel
 from mooncake.rpc.seed_addresses import SeedAddresses
 from mooncake.transfer.engine import PolledTransfer, Region

@@ -16,9 +16,9 @@ from mooncake.base import Drain, PeerLost, Role, WorkerRef
 from mooncake.base.mailbox import Polled
 from mooncake.base.messages import NextLife
 from mooncake.base.pool_messages import PoolState
-from mooncake.identity import Credential
-from mooncake.instance import RoleWorker
+from mooncake.identity.credential import Credential
 from mooncake.instance.expert_worker import ExpertWorker
+from mooncake.instance.role import RoleWorker
 from mooncake.instance.sleeper import Sleeper
 from mooncake.kvstore.node.node import KvNode
 from mooncake.launch.host.driver import Driver
@@ -26,7 +26,7 @@ from mooncake.launch.host.health import Facts, Health
 from mooncake.launch.pool_node.admin import AdminSettings, PoolAdmin
 from mooncake.launch.pool_node.metrics import node_families
 from mooncake.launch.worker.metrics import EngineFigures, engine_families, link_families
-from mooncake.prefill import PrefillWorker
+from mooncake.prefill.worker import PrefillWorker
 from mooncake.rpc.channel import PolledChannel
 from mooncake.rpc.seed_addresses import SeedAddresses
 from mooncake.transfer.engine import PolledTransfer

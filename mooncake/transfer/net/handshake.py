@@ -18,7 +18,7 @@ import msgspec
 from mooncake.base.errors import Forbidden, ProtocolError, TransferError
 from mooncake.base.ids import IdSource
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import Certificate, Credential, KeyAgreement, check_certificate
+from mooncake.identity.credential import Certificate, Credential, KeyAgreement, check_certificate
 from mooncake.transfer.net.codec import decode
 from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.seals import Seals, session_keys

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mooncake.base.errors import MooncakeError
-from mooncake.identity import Certificate, Credential, objection
+from mooncake.identity.credential import Certificate, Credential, objection
 from mooncake.telemetry.audit import audit
 from mooncake.transfer.net.blocking import shake_hands
 from mooncake.transfer.net.endpoint import PeerKey, address_of, new_stream

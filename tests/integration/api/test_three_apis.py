@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from benchmarks.k2vv import NO_ANSWER, measure
-from mooncake.api import load_tokenizer
+from mooncake.api.text.tokenizer import load_tokenizer
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from tests.support.api.json_schemas import SchemaMaker
 from tests.support.serve.server import Server, serving

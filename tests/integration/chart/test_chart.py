@@ -24,7 +24,7 @@ import yaml
 
 from mooncake.cli.main import make_parser
 from mooncake.crypto.keys import KeySource
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.config import options
 from mooncake.launch.config.config import read_settings, resolve
 from mooncake.launch.config.settings import ServeConfig

@@ -15,7 +15,7 @@ import pytest
 from mooncake.base import InternalError, SamplingParams, block_keys
 from mooncake.base.models.parallel import PP_FLAG
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.worker.direct import DirectEngine
 from mooncake.launch.worker.ranks import rank_processes
 from mooncake.launch.worker.ranks.far_ranks import FarStages

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from mooncake.base import KvPart, WorkerRef
+from mooncake.base import WorkerRef
+from mooncake.base.kv_layout import KvPart
 from mooncake.base.messages import BlocksPushed
-from mooncake.instance import Instance
+from mooncake.instance.instance import Instance
 from mooncake.instance.mover import SliceMover
 from mooncake.launch.cluster import colocated
 from mooncake.model.checkpoint.making.presets import init_checkpoint

@@ -18,7 +18,7 @@ import yaml
 
 import mooncake
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import ClusterKeys, own_credential
+from mooncake.identity.credential import ClusterKeys, own_credential
 from tests.support.former_release import former_release
 from tests.support.hosts.described import FOLDER, INIT, MOONCAKE, UP, DescribedCluster
 from tests.support.hosts.hosts import DISK, HOME, SHARED, Host, Program, hosts

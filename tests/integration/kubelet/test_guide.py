@@ -25,7 +25,7 @@ import yaml
 
 from mooncake.base.rights import CredentialRole
 from mooncake.cli.main import run as run_command
-from mooncake.identity import cluster_keys, own_credential
+from mooncake.identity.credential import cluster_keys, own_credential
 from tests.support.certificates import Host, make_host
 from tests.support.former_release import former_release
 from tests.support.kubelet import network

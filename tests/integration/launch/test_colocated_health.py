@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mooncake.api import ApiConfig, create_app
+from mooncake.api.app import create_app
+from mooncake.api.config import ApiConfig
 from mooncake.engine.plan import StepPlan
 from mooncake.launch.cluster import colocated
 from mooncake.launch.cluster.colocated import ColocatedWorkers

@@ -18,7 +18,7 @@ import pytest
 
 from mooncake.base import InternalError, Shape, SystemIds
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import Credential, own_credential
+from mooncake.identity.credential import Credential, own_credential
 from mooncake.launch.worker.ranks import expert_peers
 from mooncake.launch.worker.ranks.expert_peers import meet
 from mooncake.model.options import ExpertGroup, ModelOptions
@@ -198,7 +198,7 @@ STANDING = """
 import sys, time
 from mooncake.base import Shape
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.worker.ranks.expert_peers import meet
 from mooncake.model.options import ExpertGroup, ModelOptions
 name, secret = sys.argv[1:]

@@ -23,7 +23,7 @@ import mooncake
 from mooncake.base import MonotonicClock, WorkerRef
 from mooncake.base.messages import BorrowWeights, LentFile, WeightsLent
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.host.processes.descendants import has_ended
 from mooncake.launch.worker.weights import piece_reader, weights_lender
 from mooncake.launch.worker.weights.borrowed_weights import _Lender

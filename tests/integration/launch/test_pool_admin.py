@@ -22,7 +22,7 @@ from mooncake.base import ConfigError, Drain, MooncakeError, Tier, WorkerLoad, W
 from mooncake.base.pool_messages import PoolState, TenantUse
 from mooncake.base.rights import CredentialRole
 from mooncake.base.tls_files import TlsFiles
-from mooncake.identity import issue, own_credential
+from mooncake.identity.credential import issue, own_credential
 from mooncake.kvstore.node.blocks import COUNTERS
 from mooncake.launch.host.families import render
 from mooncake.launch.host.health import Facts, Health

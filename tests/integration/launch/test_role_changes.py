@@ -15,7 +15,7 @@ import pytest
 
 from mooncake.base import FinishReason, GenerateRequest, MonotonicClock, Role
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.host.processes.start_phases import phases_said

@@ -15,7 +15,7 @@ import pytest
 
 from mooncake.base import ConfigError, Forbidden, ProtocolError
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.worker.ranks import rank_host, sealed_link
 from mooncake.launch.worker.ranks.far_ranks import HOSTS_NAME, FarStages
 from mooncake.launch.worker.ranks.rank_host import RankHost

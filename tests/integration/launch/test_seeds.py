@@ -15,7 +15,7 @@ from mooncake.base import ConfigError, Forbidden, WorkerRef
 from mooncake.base.messages import AskCluster, ClusterTold
 from mooncake.base.rights import CredentialRole
 from mooncake.cli.main import exit_code
-from mooncake.identity import Credential, issue, own_credential
+from mooncake.identity.credential import Credential, issue, own_credential
 from mooncake.launch.cluster import facts as facts_module
 from mooncake.launch.cluster import pool
 from mooncake.launch.cluster.facts import encode_facts, facts_of_seeds

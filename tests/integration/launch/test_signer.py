@@ -18,7 +18,12 @@ from cryptography import x509
 from mooncake.base import ConfigError, MooncakeError, Unavailable
 from mooncake.base.rights import CredentialRole
 from mooncake.cli.main import run as run_command
-from mooncake.identity import check_certificate, cluster_keys, listening_seed, own_credential
+from mooncake.identity.credential import (
+    check_certificate,
+    cluster_keys,
+    listening_seed,
+    own_credential,
+)
 from mooncake.launch.enrolment import PLACES, Enrolment, Signer, SignerSettings, enrol
 from mooncake.launch.host.secrets.secret_file import SecretFollower
 from mooncake.telemetry.audit import configure_audit

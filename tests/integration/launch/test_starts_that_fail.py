@@ -14,7 +14,7 @@ import pytest
 
 from mooncake.base import CheckpointError, ConfigError, InternalError, Shape, SystemIds
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.worker.direct import DirectEngine
 from mooncake.launch.worker.ranks import expert_peers, far_ranks, rank_host
 from mooncake.launch.worker.ranks.far_ranks import FarStages, RankWanted

@@ -19,9 +19,8 @@ from mooncake.base import ConfigError, Role
 from mooncake.base.messages import ClusterTold, WorkerRef
 from mooncake.base.rights import CredentialRole
 from mooncake.cli import main as cli
-from mooncake.identity import issue, listening_seed, own_credential
 from mooncake.identity.certificates import names_in
-from mooncake.identity.credential import PREFIX, cluster_keys
+from mooncake.identity.credential import PREFIX, cluster_keys, issue, listening_seed, own_credential
 from mooncake.launch.cluster import up as up_module
 from mooncake.launch.cluster.up import Up, own_machine
 from mooncake.launch.config.cluster_file import read_cluster_file

@@ -19,9 +19,9 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
-from mooncake.kvstore import KvNode, KvStoreConfig
-from mooncake.kvstore.config import SsdConfig
+from mooncake.identity.credential import own_credential
+from mooncake.kvstore.config import KvStoreConfig, SsdConfig
+from mooncake.kvstore.node.node import KvNode
 from mooncake.kvstore.storage.disk_files import FileDisks
 from mooncake.kvstore.storage.segment_files import SegmentFiles
 from mooncake.launch.host import machine_facts

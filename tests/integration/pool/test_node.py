@@ -20,7 +20,7 @@ import pytest
 from mooncake.base import Tier, Unavailable
 from mooncake.base.rights import CredentialRole
 from mooncake.cli import main as cli
-from mooncake.identity import issue, own_credential
+from mooncake.identity.credential import issue, own_credential
 from mooncake.launch.host.secrets.credentials import sign_request
 from mooncake.launch.pool_client.session import PoolSession, locate
 from tests.support.kvstore.pool_process import SECRET, PoolProcess, has_ipv6, until

@@ -23,7 +23,7 @@ from msgspec.msgpack import encode
 from mooncake.base import Tier, rights
 from mooncake.base.rights import CredentialRole, tenant_mark
 from mooncake.cli import main as cli
-from mooncake.identity import issue, own_credential
+from mooncake.identity.credential import issue, own_credential
 from mooncake.launch.host.http_client import Client
 from mooncake.launch.host.secrets.credentials import sign_request
 from mooncake.launch.pool_client.session import STATS_PATH, PoolSession, locate

@@ -33,8 +33,9 @@ from mooncake.base import (
 )
 from mooncake.base.messages import Refused
 from mooncake.base.rights import CredentialRole, client_id, tenant_key
-from mooncake.identity import issue, own_credential
-from mooncake.kvstore import KvNode, KvStoreConfig
+from mooncake.identity.credential import issue, own_credential
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.node.node import KvNode
 from mooncake.launch.host import machine_facts
 from mooncake.launch.host.driver import Driver
 from mooncake.launch.pool_client.session import PoolSession, PoolSessionConfig

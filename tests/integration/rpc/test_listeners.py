@@ -18,7 +18,7 @@ import zmq
 from mooncake.base import SystemIds, WorkerRef
 from mooncake.base.messages import AskCluster
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.rpc.listeners import Listener, who_listens
 from mooncake.rpc.zmq_channel import ZmqChannel
 from tests.support.relay import Relay

@@ -38,7 +38,7 @@ from mooncake.base.messages import (
 from mooncake.base.pool_messages import AnyMessage, FindBlocks
 from mooncake.base.request import RequestOutput, TokenLogprobs, packed_logprobs
 from mooncake.base.rights import MAX_KEYS, CredentialRole, client_id
-from mooncake.identity import Credential, certify, issue, own_credential
+from mooncake.identity.credential import Credential, certify, issue, own_credential
 from mooncake.rpc.channel import PeerEnded
 from mooncake.rpc.codec import decode, encode, head_of
 from mooncake.rpc.ended_peers import MAX_ASKED, EndedPeers
@@ -552,7 +552,7 @@ ECHO = """
 import select, sys
 from mooncake.base.messages import AbortTask, Drain
 from mooncake.base.rights import MAX_KEYS, CredentialRole, client_id
-from mooncake.identity import Credential, certify, issue, own_credential
+from mooncake.identity.credential import Credential, certify, issue, own_credential
 from mooncake.rpc.zmq_channel import ZmqChannel
 channel = ZmqChannel(credential=own_credential(sys.argv[1], *CredentialRole))
 back = sys.argv[2]

@@ -17,7 +17,7 @@ from mooncake.base.clock import MonotonicClock
 from mooncake.base.ids import SystemIds
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import Credential, KeyAgreement, own_credential
+from mooncake.identity.credential import Credential, KeyAgreement, own_credential
 from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.local import CopyPool, InprocFabric
 from mooncake.transfer.net.endpoint import ListenAddress

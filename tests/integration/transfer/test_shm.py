@@ -18,7 +18,7 @@ from mooncake.base.errors import ConfigError, ProtocolError
 from mooncake.base.ids import SystemIds
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.transfer.engine import Op, TransferBatch, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.grants import Fence

@@ -13,7 +13,7 @@ import pytest
 
 from mooncake.base import MonotonicClock
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import Credential, certify, issue, own_credential
+from mooncake.identity.credential import Credential, certify, issue, own_credential
 from mooncake.transfer import factory
 from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer

@@ -17,7 +17,7 @@ from mooncake.base.errors import ConfigError
 from mooncake.base.ids import SystemIds
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.transfer.engine import Op, TransferOp
 from mooncake.transfer.factory import TransferConfig, open_transfer
 from mooncake.transfer.net.control_link import pack_frame

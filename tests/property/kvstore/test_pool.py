@@ -47,8 +47,9 @@ from mooncake.base.pool_messages import (
     SetPins,
 )
 from mooncake.base.rights import CredentialRole, Sender
-from mooncake.kvstore import KvNode, KvStoreConfig, PrefixIndex
-from mooncake.kvstore.config import SsdConfig
+from mooncake.kvstore.config import KvStoreConfig, SsdConfig
+from mooncake.kvstore.index.prefix_index import PrefixIndex
+from mooncake.kvstore.node.node import KvNode
 from mooncake.rpc.codec import decode, encode
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.disk import SimDiskConfig, SimDisks, SimMedium

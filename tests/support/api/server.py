@@ -22,9 +22,8 @@ from mooncake.base import (
     RequestOutput,
     Sink,
     TokenLogprobs,
-    packed_logprobs,
 )
-from mooncake.base.request import NO_LOGPROBS, CacheUse
+from mooncake.base.request import NO_LOGPROBS, CacheUse, packed_logprobs
 from mooncake.telemetry.events import Recorder
 from mooncake.telemetry.receipts import Receipts
 from mooncake.telemetry.traces import Tracer

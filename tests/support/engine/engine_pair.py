@@ -8,7 +8,8 @@ from random import Random
 
 import msgspec
 
-from mooncake.base import BlockPlaces, KvLayout, KvPart, PageArray, packed_places
+from mooncake.base import BlockPlaces, KvLayout, PageArray, packed_places
+from mooncake.base.kv_layout import KvPart
 from mooncake.engine.block_pool import BlockPool
 from mooncake.instance.mover import OwnPages, SliceMover
 from mooncake.kvstore.client.block_memory import MemoryTransfers

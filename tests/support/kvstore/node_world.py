@@ -13,7 +13,6 @@ from mooncake.base import (
     BlockEvents,
     BlockPlaces,
     KvLayout,
-    Message,
     PinBlocks,
     PinGranted,
     PutEnd,
@@ -27,9 +26,10 @@ from mooncake.base import (
     WorkerHello,
     WorkerRef,
 )
-from mooncake.kvstore import KvNode, KvStoreConfig
+from mooncake.base.messages import Message
 from mooncake.kvstore.block_checksum import checksum_of
-from mooncake.kvstore.config import ObjectStoreConfig, SsdConfig
+from mooncake.kvstore.config import KvStoreConfig, ObjectStoreConfig, SsdConfig
+from mooncake.kvstore.node.node import KvNode
 from mooncake.kvstore.node.questions import NIL
 from mooncake.rpc.codec import decode
 from mooncake.sim.world.clock import EventHeap

@@ -23,8 +23,8 @@ from mooncake.base import (
     WorkerRef,
 )
 from mooncake.base.pool_messages import LastingPin, PinsSet, SetPins
-from mooncake.kvstore import KvNode, KvStoreConfig
-from mooncake.kvstore.config import SsdConfig
+from mooncake.kvstore.config import KvStoreConfig, SsdConfig
+from mooncake.kvstore.node.node import KvNode
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor

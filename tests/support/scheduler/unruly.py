@@ -15,7 +15,6 @@ from mooncake.base import (
     Failure,
     FinishReason,
     GenerateRequest,
-    KVReady,
     LoadReport,
     PeerLost,
     Priority,
@@ -31,6 +30,7 @@ from mooncake.base import (
     WorkerRef,
     pack_tokens,
 )
+from mooncake.base.messages import KVReady
 from mooncake.base.request import FinishInfo
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.gateway.gateway import Gateway

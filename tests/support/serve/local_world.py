@@ -26,7 +26,7 @@ from mooncake.base import (
 from mooncake.base.rights import CredentialRole
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import RunnerEvent, StepPlan
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.cluster.gateways.gateway_process import GATEWAY_ID, GatewayProcess
 from mooncake.launch.cluster.workers import cluster_workers
 from mooncake.launch.config.config import resolve

@@ -20,7 +20,7 @@ from mooncake.base import (
 )
 from mooncake.engine.config import EngineConfig
 from mooncake.engine.plan import StepPlan, StepResult
-from mooncake.instance import InstanceConfig
+from mooncake.instance.config import InstanceConfig
 from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.kvstore.node.node import KvNode
 from mooncake.scheduler.config import SchedulerConfig

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from mooncake.base.clock import MonotonicClock
 from mooncake.base.ids import SystemIds
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.transfer.engine import Region, TransferOp
 from mooncake.transfer.local import InprocFabric
 from mooncake.transfer.net.endpoint import ListenAddress

@@ -14,12 +14,11 @@ from mooncake.base import (
     KeyChain,
     SamplingParams,
     block_keys,
-    chain_root,
     extend_chain,
     pack_tokens,
     unpack_tokens,
 )
-from mooncake.base.blocks import prompt_keys
+from mooncake.base.blocks import chain_root, prompt_keys
 
 KNOWN_KEYS = [
     "383207ce7d7674d0f7253a8825f97c48",

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.base import BlockPlaces, KvLayout, KvPart, PageArray, SegmentRef
-from mooncake.base.kv_layout import Move, copies, part_of, reshard
+from mooncake.base import BlockPlaces, KvLayout, PageArray, SegmentRef
+from mooncake.base.kv_layout import KvPart, Move, copies, part_of, reshard
 
 LAYERS = 6
 LAYOUT = KvLayout(num_layers=LAYERS, block_tokens=4, kv_width=8, dtype="bfloat16", fingerprint="f")

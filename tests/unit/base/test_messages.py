@@ -12,7 +12,6 @@ from mooncake.base import (
     AnyMessage,
     BlockEvents,
     GenerateRequest,
-    Message,
     PinBlocks,
     RequestOutput,
     RequestTask,
@@ -22,7 +21,7 @@ from mooncake.base import (
     WorkerRef,
     pack_tokens,
 )
-from mooncake.base.messages import Answer
+from mooncake.base.messages import Answer, Message
 
 WORKER = WorkerRef("prefill-0", "e1", "tcp://127.0.0.1:1")
 TYPES = typing.get_args(AnyMessage)

@@ -11,7 +11,9 @@ from zmq.utils import z85
 
 from mooncake.base import ConfigError, Forbidden, ProtocolError, SeededIds
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import (
+from mooncake.identity.credential import (
+    PREFIX,
+    SIGNATURE_BYTES,
     Credential,
     Keys,
     certify,
@@ -20,7 +22,6 @@ from mooncake.identity import (
     issue,
     own_credential,
 )
-from mooncake.identity.credential import PREFIX, SIGNATURE_BYTES
 
 SECRET = "the cluster secret"
 CLIENT, WORKER = CredentialRole.POOL_CLIENT, CredentialRole.WORKER

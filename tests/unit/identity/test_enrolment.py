@@ -7,7 +7,7 @@ import pytest
 
 from mooncake.base import ConfigError, Forbidden
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import Keys, PublicKeys, certify
+from mooncake.identity.credential import Keys, PublicKeys, certify
 from mooncake.identity.enrolment import (
     Enrolled,
     Question,

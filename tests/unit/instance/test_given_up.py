@@ -5,7 +5,7 @@ from __future__ import annotations
 from mooncake.base import PeerLost, RequestTask, StepOutputs
 from mooncake.base.messages import NextLife, WorkerRef
 from mooncake.base.pool_messages import AnyMessage
-from mooncake.decode import DecodeWorker
+from mooncake.decode.worker import DecodeWorker
 from mooncake.sim.world.world import GATEWAY_ADDRESS
 from tests.support.sim.cluster import Cluster, request, specs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mooncake.base import ConfigError
-from mooncake.kvstore import KvStoreConfig
+from mooncake.kvstore.config import KvStoreConfig
 from tests.support.kvstore.node_world import BLOCK, LAYOUT
 
 

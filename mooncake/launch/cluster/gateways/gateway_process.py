@@ -15,8 +15,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from mooncake import __version__
-from mooncake.api import ApiConfig, ApiKey, GatewayBackend, ServedModel, bind, create_app, serve
+from mooncake.api.app import create_app
+from mooncake.api.backend import GatewayBackend
+from mooncake.api.config import ApiConfig, ApiKey
 from mooncake.api.http.access import Keyring
+from mooncake.api.http.server import bind, serve
+from mooncake.api.model import ServedModel
 from mooncake.base import (
     Clock,
     ConfigError,

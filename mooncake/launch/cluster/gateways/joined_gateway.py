@@ -13,7 +13,7 @@ import msgspec
 
 from mooncake.base import CheckpointError, ConfigError, SystemIds
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.cluster.facts import (
     GATEWAY_ID,
     ClusterFacts,

@@ -21,7 +21,7 @@ import msgspec
 from mooncake import __version__
 from mooncake.base import Role
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.cluster.facts import facts_of_seeds, without_secret
 from mooncake.launch.cluster.supervision.worker_handle import (
     PACKET_BYTES,

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from mooncake.base import ConfigError, MooncakeError, Role
-from mooncake.identity import Credential
+from mooncake.identity.credential import Credential
 from mooncake.launch.cluster.facts import ClusterFacts, read_facts
 from mooncake.launch.cluster.log_file import start_log
 from mooncake.launch.cluster.ray_machines import placed_worker

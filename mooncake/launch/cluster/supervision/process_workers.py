@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mooncake.base import SystemIds
-from mooncake.identity import Credential
+from mooncake.identity.credential import Credential
 from mooncake.launch.cluster import report
 from mooncake.launch.cluster.facts import encode_facts
 from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess

@@ -22,12 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from mooncake.base import ConfigError, MooncakeError
-from mooncake.identity import (
-    Certificate,
-    Credential,
-    Trust,
-    check_certificate,
-)
+from mooncake.identity.credential import Certificate, Credential, Trust, check_certificate
 
 SCHEME = "Mooncake"
 """The scheme of `WWW-Authenticate: Mooncake CHALLENGE` and of `Authorization: Mooncake CHALLENGE

@@ -20,7 +20,7 @@ import time
 
 from mooncake.base import InternalError, SystemIds
 from mooncake.base.errors import MooncakeError
-from mooncake.identity import Credential
+from mooncake.identity.credential import Credential
 from mooncake.launch.host.processes.abstract_name import credentials_of, foreign_holder
 from mooncake.launch.worker.ranks.rank_processes import EXCHANGE_S
 from mooncake.model.options import ExpertGroup, ModelOptions

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from mooncake.base import ConfigError, Forbidden, MooncakeError
-from mooncake.identity import Credential
+from mooncake.identity.credential import Credential
 from mooncake.launch.worker.ranks.sealed_link import SealedLink
 from mooncake.transfer.net.handshake import HandshakeRefused
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import msgspec
 
 from mooncake.base import ConfigError, MooncakeError, Unavailable
-from mooncake.identity import Credential
+from mooncake.identity.credential import Credential
 from mooncake.launch.host import machine_facts
 from mooncake.launch.worker.ranks.far_ranks import HOSTS_NAME, RankWanted
 from mooncake.launch.worker.ranks.rank_processes import start_follower

@@ -24,7 +24,7 @@ from mooncake.engine.ranks.kv_moves import (
     StartMove,
     encode_answer,
 )
-from mooncake.identity import Credential, own_credential
+from mooncake.identity.credential import Credential, own_credential
 from mooncake.instance.mover import OwnPages
 from mooncake.instance.rank_pages import FollowerMoves, Reached
 from mooncake.launch.host import machine_facts

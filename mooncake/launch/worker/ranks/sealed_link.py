@@ -11,7 +11,7 @@ import threading
 import time
 
 from mooncake.base import ProtocolError, SystemIds
-from mooncake.identity import Credential
+from mooncake.identity.credential import Credential
 from mooncake.transfer.net.blocking import let_in, receive, send, shake_hands
 from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.handshake import Channel, Credentials

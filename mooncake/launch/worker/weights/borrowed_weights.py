@@ -29,7 +29,7 @@ from mooncake.base import (
 )
 from mooncake.base.messages import BorrowWeights, LentFile, Refused, WeightsLent
 from mooncake.crypto.keys import KeyRing
-from mooncake.identity import Credential
+from mooncake.identity.credential import Credential
 from mooncake.launch.host.seeds import ASK_AGAIN_S, Seeds
 from mooncake.launch.worker.ranks.rank_moves import credential_of, on_this_machine
 from mooncake.launch.worker.weights.piece_reader import LoanEnded, PieceReader

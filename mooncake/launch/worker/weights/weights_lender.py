@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mooncake.base import MonotonicClock, MooncakeError, SystemIds
 from mooncake.base.messages import BorrowWeights, LentFile, WeightsLent
-from mooncake.identity import Credential
+from mooncake.identity.credential import Credential
 from mooncake.model.checkpoint.files.checkpoint_files import plain_weights
 from mooncake.model.checkpoint.files.file_bytes import PlainBytes
 from mooncake.model.checkpoint.files.revision import (

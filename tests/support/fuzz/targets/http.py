@@ -20,7 +20,7 @@ from mooncake.api.http.connection import limited_protocol
 from mooncake.api.http.request_body import FormSplitter, Head
 from mooncake.base import InvalidRequest, SeededIds
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import cluster_keys
+from mooncake.identity.credential import cluster_keys
 from mooncake.launch.host.http_server import Answer, HttpServer, Route, _handler, document
 from mooncake.launch.host.secrets.credentials import RequestVerifier
 from mooncake.launch.pool_node.admin import Guard

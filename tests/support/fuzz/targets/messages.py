@@ -12,8 +12,7 @@ from mooncake.base.errors import ConfigError, Forbidden, MooncakeError, Protocol
 from mooncake.base.ids import SeededIds
 from mooncake.base.pool_messages import AnyMessage
 from mooncake.base.rights import CredentialRole, refusal
-from mooncake.identity import Credential, issue, own_credential
-from mooncake.identity.credential import PREFIX
+from mooncake.identity.credential import PREFIX, Credential, issue, own_credential
 from mooncake.launch.host.secrets.credentials import RequestVerifier
 from mooncake.rpc.codec import NO_CERTIFICATE, decode, encode, head_of
 from mooncake.rpc.zmq_channel import _Gate

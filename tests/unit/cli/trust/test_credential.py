@@ -10,7 +10,7 @@ import pytest
 
 from mooncake.base.rights import CredentialRole
 from mooncake.cli.main import run
-from mooncake.identity import Credential, cluster_keys, own_credential
+from mooncake.identity.credential import Credential, cluster_keys, own_credential
 
 SECRET = "the cluster secret"
 CLIENT = CredentialRole.POOL_CLIENT

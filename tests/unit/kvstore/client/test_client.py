@@ -30,9 +30,10 @@ from mooncake.base.pool_messages import (
     PoolState,
     RemoveBlocks,
 )
-from mooncake.kvstore import KvNode, KvStoreConfig
 from mooncake.kvstore.client.calls import Attempt, Call
 from mooncake.kvstore.client.client import ClientPorts, PoolClient
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.node.node import KvNode
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor

@@ -21,12 +21,12 @@ from mooncake.base import (
     rights,
 )
 from mooncake.base.pool_messages import FindReplicas, ForgetBlocks
-from mooncake.kvstore import KvNode, KvStoreConfig
 from mooncake.kvstore.client.calls import Attempt
 from mooncake.kvstore.client.client import ClientPorts, PoolClient
 from mooncake.kvstore.client.failover import FailoverClient
 from mooncake.kvstore.client.nodes import REFRESH_S, SUSPECT_S
-from mooncake.kvstore.config import SsdConfig
+from mooncake.kvstore.config import KvStoreConfig, SsdConfig
+from mooncake.kvstore.node.node import KvNode
 from mooncake.scheduler.config import SchedulerConfig
 from mooncake.scheduler.gateway.gateway import Gateway
 from mooncake.scheduler.placement.conductor import Conductor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.kvstore import KvNode, KvStoreConfig
-from mooncake.kvstore.config import SsdConfig
+from mooncake.kvstore.config import KvStoreConfig, SsdConfig
+from mooncake.kvstore.node.node import KvNode
 from mooncake.sim.world.disk import SimDiskConfig, SimDisks, SimMedium
 from tests.support.kvstore.node_world import BLOCK, LAYOUT, keys
 from tests.unit.kvstore.client.test_client import NUM_PLACES, Scene

@@ -8,8 +8,7 @@ from random import Random
 import pytest
 
 from mooncake.base import BlockEvents, Tier, WorkerRef, block_keys
-from mooncake.kvstore import PrefixIndex, Replica
-from mooncake.kvstore.index.prefix_index import SWEEP_SETS, slots_of
+from mooncake.kvstore.index.prefix_index import SWEEP_SETS, PrefixIndex, Replica, slots_of
 from tests.support.kvstore.node_world import key, keys, worker
 
 A, B, C = worker("kv-a"), worker("kv-b"), worker("kv-c")

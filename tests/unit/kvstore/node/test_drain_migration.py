@@ -10,14 +10,13 @@ from mooncake.base import (
     BlockKey,
     Drain,
     InternalError,
-    Message,
     PeerLost,
     PutEnd,
     PutGranted,
     PutStart,
     WorkerRef,
 )
-from mooncake.base.messages import Replicate
+from mooncake.base.messages import Message, Replicate
 from mooncake.base.pool_messages import (
     DrainProgress,
     FindHomes,

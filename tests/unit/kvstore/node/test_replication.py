@@ -24,7 +24,8 @@ from mooncake.base import (
 )
 from mooncake.base.messages import Replicate
 from mooncake.base.pool_messages import FindReplicas, RemoveBlocks, ReplicasFound, TakenOver
-from mooncake.kvstore import KvNode, KvStoreConfig
+from mooncake.kvstore.config import KvStoreConfig
+from mooncake.kvstore.node.node import KvNode
 from mooncake.kvstore.node.replication import ANSWER_S, MAX_CLIENT_PULLS, MAX_PULLS
 from mooncake.sim.world.clock import EventHeap
 from mooncake.sim.world.disk import SimDiskConfig, SimDisks

@@ -6,7 +6,7 @@ import pytest
 
 from mooncake.base import InternalError
 from mooncake.base.rights import tenant_key
-from mooncake.kvstore import KvStoreConfig
+from mooncake.kvstore.config import KvStoreConfig
 from mooncake.kvstore.eviction import LruPolicy
 from mooncake.kvstore.storage.dram import DramTier, UniformAllocator
 from mooncake.kvstore.storage.tenants import TenantEviction

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mooncake.base import AnyMessage, ConfigError, PeerLost, PinBlocks, PinGranted, Unpin, Welcome
-from mooncake.kvstore import KvStoreConfig
-from mooncake.kvstore.config import SsdConfig
+from mooncake.kvstore.config import KvStoreConfig, SsdConfig
 from mooncake.kvstore.eviction import POLICIES
 from mooncake.sim.world.disk import SimMedium
 from tests.support.kvstore.node_world import BLOCK, GATEWAY, NodeWorld, key, keys, worker

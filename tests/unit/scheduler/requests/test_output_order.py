@@ -4,14 +4,8 @@ from random import Random
 
 import pytest
 
-from mooncake.base import (
-    FinishReason,
-    RequestOutput,
-    TokenLogprobs,
-    packed_logprobs,
-    unpacked_logprobs,
-)
-from mooncake.base.request import Failure, FinishInfo
+from mooncake.base import FinishReason, RequestOutput, TokenLogprobs, unpacked_logprobs
+from mooncake.base.request import Failure, FinishInfo, packed_logprobs
 from mooncake.scheduler.fairness import QueuePosition
 from mooncake.scheduler.requests.record import RequestRecord
 from tests.support.scheduler.scheduling import request

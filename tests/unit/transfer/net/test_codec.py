@@ -11,7 +11,7 @@ import pytest
 from mooncake.base.errors import MooncakeError
 from mooncake.base.ids import SeededIds
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.transfer.net.handshake import Credentials, HandshakeRefused, Refusal
 from mooncake.transfer.rdma import wire as rdma_wire
 from mooncake.transfer.shm import wire as shm_wire

@@ -10,7 +10,7 @@ from mooncake.base.errors import ConfigError
 from mooncake.base.ids import SeededIds
 from mooncake.base.kv_layout import SegmentRef
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.transfer.net import directory
 from mooncake.transfer.net.directory import PeerDirectory, PeerUnreachable
 from mooncake.transfer.net.endpoint import PeerKey

@@ -10,7 +10,7 @@ import pytest
 
 from mooncake.base.ids import SeededIds, SystemIds
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import KeyAgreement, issue
+from mooncake.identity.credential import KeyAgreement, issue
 from mooncake.transfer.net.endpoint import Protection
 from mooncake.transfer.net.handshake import (
     HANDSHAKE_VERSION,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import Certificate, own_credential
+from mooncake.identity.credential import Certificate, own_credential
 from mooncake.transfer.net.endpoint import PeerKey
 from mooncake.transfer.net.handshake import ConnectingSide
 from mooncake.transfer.net.standing import Standing

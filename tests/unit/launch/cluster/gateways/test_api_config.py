@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mooncake.api import ApiConfig
+from mooncake.api.config import ApiConfig
 from mooncake.base import GenerateRequest
 from mooncake.launch.cluster.gateways.gateway_process import api_config
 from mooncake.launch.config.settings import ServeConfig

@@ -12,7 +12,7 @@ import pytest
 
 from mooncake.base import CheckpointError, ConfigError
 from mooncake.base.messages import OWN_RELEASE, GatewayNews
-from mooncake.identity import Credential, cluster_keys
+from mooncake.identity.credential import Credential, cluster_keys
 from mooncake.launch.cluster.facts import ClusterFacts
 from mooncake.launch.cluster.gateways import joined_gateway
 from mooncake.launch.cluster.gateways.gateway_process import GatewayProcess

@@ -10,7 +10,7 @@ import pytest
 
 from mooncake.base import ConfigError
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import cluster_keys, issue, own_credential
+from mooncake.identity.credential import cluster_keys, issue, own_credential
 from mooncake.launch.host.secrets import credentials
 from mooncake.launch.host.secrets.credentials import (
     MAX_NONCES,

@@ -25,7 +25,7 @@ from mooncake.base import (
 )
 from mooncake.base.messages import BorrowWeights, LentFile, Refused, WeightsLent
 from mooncake.base.rights import CredentialRole
-from mooncake.identity import own_credential
+from mooncake.identity.credential import own_credential
 from mooncake.launch.worker.weights import borrowed_weights, piece_reader, weights_lender
 from mooncake.launch.worker.weights.borrowed_weights import (
     BorrowedWeights,
