@@ -34,7 +34,6 @@ from mooncake.api.routes.models import model_routes
 from mooncake.api.routes.operations import operation_routes
 from mooncake.api.routes.page import page_routes
 from mooncake.api.routes.receipts import receipt_routes
-from mooncake.api.routes.tokens import token_routes
 from mooncake.api.running_calls import Serving
 from mooncake.base import (
     Clock,
@@ -55,8 +54,7 @@ _ERROR_TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError"}
 
 
 _ROUTES = (
-    generation_routes, model_routes, token_routes, receipt_routes, operation_routes, mode_routes,
-    page_routes,
+    generation_routes, model_routes, receipt_routes, operation_routes, mode_routes, page_routes,
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from mooncake.api.errors import validation_error
 from mooncake.api.generation.generation import Choice, TextOptions
-from mooncake.api.routes.tokens import TokenizeRequest
+from mooncake.api.routes.models import TokenizeRequest
 from mooncake.api.schema.chat import ChatRequest
 from mooncake.api.schema.completion import CompletionRequest
 from mooncake.api.schema.fields import UNSUPPORTED_FIELDS
