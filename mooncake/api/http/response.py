@@ -278,9 +278,9 @@ def check_class(state: Mapping[str, Any], asked: Priority) -> None:
     if asked in allowed:
         return
     raise forbidden(
-        f"priority: this API key may not ask for {asked.value} (it may for "
-        f"{', '.join(priority.value for priority in allowed)}); `priorities` of `api-keys-file` "
-        "says so, and `priority` and `service_tier` of a request choose",
+        f"priority: this API key may not ask for {asked.value}, only for "
+        f"{', '.join(priority.value for priority in allowed)}; add {asked.value} to the key's "
+        "`priorities` in `api-keys-file`, or ask for another class (`priority`, `service_tier`)",
         param="priority",
     )
 

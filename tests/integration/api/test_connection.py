@@ -362,7 +362,10 @@ def test_a_handshake_has_as_long_as_the_headers_of_a_request(
 
 
 def test_a_certificate_put_in_the_place_of_the_old_one_is_shown_to_who_comes_next(
-    tls_host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tls_host: Host,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(server, "RENEWAL_S", 0.05)
     other = make_host(tmp_path)
@@ -385,10 +388,15 @@ def test_a_certificate_put_in_the_place_of_the_old_one_is_shown_to_who_comes_nex
             old = httpx.AsyncClient(verify=tls_host.trusting(), timeout=LONG_S)
             async with old, asyncio.timeout(LONG_S):
                 assert (await old.get(url + "/ping")).status_code == 200
-                place(b"no certificate", files(other)[1])
-                await asyncio.sleep(0.2)
-                async with httpx.AsyncClient(verify=tls_host.trusting(), timeout=LONG_S) as client:
-                    assert (await client.get(url + "/ping")).status_code == 200
+                for wrong in (b"no certificate", files(other)[0]):  # the other's: not of this key
+                    caplog.clear()
+                    place(wrong, files(tls_host)[1])
+                    while "the new certificate is not used" not in caplog.text:
+                        await asyncio.sleep(0.01)
+                    async with httpx.AsyncClient(
+                        verify=tls_host.trusting(), timeout=LONG_S
+                    ) as client:
+                        assert (await client.get(url + "/ping")).status_code == 200
                 place(*files(other))
                 while True:
                     try:
