@@ -262,14 +262,15 @@ MAX_OPEN_BATCHES = 65536
 
 
 class BatchTable:
-    """The open batches of one engine, and the endings that were not polled yet."""
+    """The open batches of one engine, and the endings that were not received yet."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._jobs: dict[int, Job] = {}
         self._deadlines: list[tuple[float, int]] = []
-        self._done: Mailbox[TransferDone] = Mailbox()
+        self.done: Mailbox[TransferDone] = Mailbox()
+        """The endings; they can still be received after it was closed."""
         self._next_id = 1
 
     @property
@@ -330,35 +331,7 @@ class BatchTable:
         )
         with self._lock:
             del self._jobs[job.batch_id]
-            self._done.put(done)
-
-    def fileno(self) -> int:
-        return self._done.fileno()
-
-    @property
-    def has_endings(self) -> bool:
-        """True if there are endings that were not polled yet."""
-        return not self._done.is_empty
-
-    def announce(self) -> None:
-        """Do as if a batch had ended: there is something else to take."""
-        self._done.announce()
-
-    def ring(self) -> None:
-        """Make the descriptor readable."""
-        self._done.ring()
-
-    def ring_instead(self, bell: Callable[[], bool]) -> None:
-        """Call `bell` when there is something to take; see `Mailbox.bell`."""
-        self._done.bell = bell
-
-    def poll(self) -> list[TransferDone]:
-        """Return the endings since the last call."""
-        return self._done.receive()
-
-    def close(self) -> None:
-        """Close the descriptor; endings can still be polled."""
-        self._done.close()
+            self.done.put(done)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a batch that ended is still listed."""

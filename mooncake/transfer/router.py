@@ -222,7 +222,7 @@ class RoutedTransfer:
 
     def _hear(self, event: Asked | AskEnded | AskerLeft) -> None:
         self._heard.append(event)
-        self._batches.announce()
+        self._batches.done.announce()
 
     def answer(self, number: int, answer: bytes, region: Region, pieces: Pieces) -> None:
         if self._questions is not None:
@@ -241,7 +241,7 @@ class RoutedTransfer:
 
     def offer_events(self, take: Callable[[], bool]) -> None:
         self._take = take
-        self._batches.ring_instead(self._offer_soon)
+        self._batches.done.bell = self._offer_soon
 
     def _offer_soon(self) -> bool:
         """Offer events once this thread has done what it does now, if it is that of a loop: it may
@@ -260,9 +260,9 @@ class RoutedTransfer:
         self._offering.discard(loop)
         had_some = True
         while had_some:
-            had_some = bool(self._heard) or self._batches.has_endings
+            had_some = bool(self._heard) or not self._batches.done.is_empty
             if not self._take():
-                self._batches.ring()
+                self._batches.done.ring()
                 return
             if had_some and loop.has_posts:
                 self._offer_soon()
@@ -400,14 +400,14 @@ class RoutedTransfer:
         self._watch_deadlines()
 
     def fileno(self) -> int:
-        return self._batches.fileno()
+        return self._batches.done.fileno()
 
     def poll(self) -> Sequence[TransferDone]:
         """Return the batches that ended since the last call, without waiting."""
         self.expire()  # before anything more is done for those whose time is up
         for pump in self._pumps:
             pump()
-        return self._batches.poll()
+        return self._batches.done.receive()
 
     def wait(self, timeout_s: float | None = None) -> Sequence[TransferDone]:
         """Return the batches that ended since the last call as soon as there is one; return none
@@ -416,7 +416,7 @@ class RoutedTransfer:
         done = self.poll()
         if not done:
             poller = select.poll()
-            poller.register(self._batches.fileno(), select.POLLIN)
+            poller.register(self._batches.done.fileno(), select.POLLIN)
             poller.poll(None if timeout_s is None else max(0.0, 1000 * timeout_s))
             done = self.poll()
         return done
@@ -440,7 +440,7 @@ class RoutedTransfer:
         if self._staging is not None:
             self._staging.join()
         self._regions.close()
-        self._batches.close()
+        self._batches.done.close()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a batch or a region was lost or kept twice."""

@@ -33,7 +33,7 @@ from mooncake.kvstore.storage.disk import (
 )
 from mooncake.kvstore.storage.disk_tier import DiskTier
 from mooncake.kvstore.storage.dram import DramTier
-from mooncake.kvstore.storage.traces import COPY_S, DiskTraces, Tombstones
+from mooncake.kvstore.storage.tombstones import COPY_S, Tombstones
 
 MAX_OP_BYTES = 16 << 20
 """Largest size of an operation, which moves blocks that lie together on a disk."""
@@ -163,7 +163,10 @@ class LowerTier:
         self._report = report
         self._loaded = loaded
         self._counters = counters
-        self.traces = DiskTraces()
+        self._going: Counter[BlockKey] = Counter()
+        """The copies of blocks given up that a disk is about to erase or overwrite."""
+        self._stuck: set[BlockKey] = set()
+        """Blocks given up of which a disk failed to erase or overwrite a copy."""
         self._records: dict[BlockKey, _Record] = {}
         self._due: OrderedDict[BlockKey, None] = OrderedDict()
         """The blocks that are DUE, used longest ago first."""
@@ -307,7 +310,7 @@ class LowerTier:
             disk = self.places.block(keys[0]).disk
             if self.is_shared:
                 gone = []  # their objects stay in the bucket
-            self.traces.add(gone)
+            self._going.update(gone)
             op_id = self._disks.write(self.rules.first_disk + disk, self._blocks(keys))
             self._moves[op_id] = _Write(disk, keys, gone)
 
@@ -347,7 +350,7 @@ class LowerTier:
                     self.places.no_room(key, retry_s)
                 else:
                     if not self.is_shared:  # a bucket erases what is removed by its name
-                        self.traces.add_stuck(key)
+                        self._stuck.add(key)
                     self._count("write_errors")
                     self.places.abandon(key)
                     self.places.pause(write.disk, retry_s)
@@ -358,7 +361,7 @@ class LowerTier:
         self._report(stored, [], self.rules.tier)
         well = all(outcome is Outcome.OK for outcome in done.outcomes)
         for key in write.overwritten:
-            self.traces.end(key, well=well)
+            self._end_trace(key, well=well)
 
     # ------------------------------------------------------------------ up
 
@@ -479,9 +482,9 @@ class LowerTier:
                 well = event.outcomes == [Outcome.OK]
                 if slot != NO_SLOT:
                     self.places.erased(disk, slot, well=well or self.is_shared)
-                self.traces.end(key, well=well)
+                self._end_trace(key, well=well)
                 if well and self.is_shared:
-                    self.traces.end_stuck(key)  # erased by its name: no other trace is left
+                    self._stuck.discard(key)  # erased by its name: no other trace is left
                 return [key]
         return []
 
@@ -511,7 +514,21 @@ class LowerTier:
         it.
         """
         removed = self.state(key) in (State.WRITING_REMOVED, State.LOADING_REMOVED)
-        return removed or self.traces.is_going(key)
+        return removed or key in self._going
+
+    def is_stuck(self, key: BlockKey) -> bool:
+        """Return whether the next boot may find a block although nothing erases it any more."""
+        return key in self._stuck
+
+    def _end_trace(self, key: BlockKey, *, well: bool) -> None:
+        """Forget one copy of a block. If the disk did not erase it `well`, the block stays
+        stuck.
+        """
+        self._going[key] -= 1
+        if not self._going[key]:
+            del self._going[key]
+        if not well:
+            self._stuck.add(key)
 
     def _drop(self, key: BlockKey, *, erase: bool = True) -> bool:
         """Forget a block on a disk, and `erase` it there. Return False while it is not on a disk,
@@ -531,7 +548,7 @@ class LowerTier:
         self._erase_slot(disk, slot, key)
 
     def _erase_slot(self, disk: int, slot: int, key: BlockKey) -> None:
-        self.traces.add([key])
+        self._going[key] += 1
         op_id = self._disks.erase(self.rules.first_disk + disk, [DiskBlock(key, slot, 0)])
         self._moves[op_id] = _Erase(disk, slot, key)
 
@@ -579,4 +596,4 @@ class LowerTier:
         going = Counter(move.key for move in self._moves.values() if isinstance(move, _Erase))
         for move in self._moves.values():
             going.update(move.overwritten if isinstance(move, _Write) else ())
-        assert going == self.traces.going()
+        assert going == self._going

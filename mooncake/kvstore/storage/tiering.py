@@ -18,7 +18,7 @@ from mooncake.kvstore.storage.disk import DiskDone, Disks, DiskScanned
 from mooncake.kvstore.storage.disk_tier import DiskTier
 from mooncake.kvstore.storage.dram import DramTier
 from mooncake.kvstore.storage.lower_tier import Loaded, LowerTier, Report, TierRules
-from mooncake.kvstore.storage.traces import Tombstones
+from mooncake.kvstore.storage.tombstones import Tombstones
 
 REUSED = 2
 """Number of uses, including the writer's, from which on a block counts as used again."""
@@ -218,7 +218,7 @@ class Tiering:
 
     def is_stuck(self, key: BlockKey) -> bool:
         """Return whether a tier failed to erase a block, so that it may be found again."""
-        return any(tier.traces.is_stuck(key) for tier in self.lower)
+        return any(tier.is_stuck(key) for tier in self.lower)
 
     @property
     def read_seconds(self) -> dict[str, float]:

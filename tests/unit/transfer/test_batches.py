@@ -40,7 +40,7 @@ def open_job(book: BatchTable, num_parts: int) -> Job:
 
 
 def readable(book: BatchTable) -> bool:
-    return bool(select.select([book], [], [], 0)[0])
+    return bool(select.select([book.done], [], [], 0)[0])
 
 
 def test_a_job_ends_when_all_parts_are_done(book: BatchTable, clock: ManualClock) -> None:
@@ -54,9 +54,9 @@ def test_a_job_ends_when_all_parts_are_done(book: BatchTable, clock: ManualClock
     job.finish()
     assert job.ended
     assert readable(book)
-    assert book.poll() == [TransferDone(batch_id=job.batch_id, num_bytes=8, seconds=3.5)]
+    assert book.done.receive() == [TransferDone(batch_id=job.batch_id, num_bytes=8, seconds=3.5)]
     assert not readable(book)
-    assert book.poll() == []
+    assert book.done.receive() == []
     assert book.num_open == 0
 
 
@@ -65,7 +65,7 @@ def test_the_end_names_each_nic_that_carried_a_part_once(book: BatchTable) -> No
     for nics in (("mlx5_1",), ("mlx5_0",), ("mlx5_1",)):
         assert job.begin()
         job.finish(nics=nics)
-    assert [done.nics for done in book.poll()] == [("mlx5_0", "mlx5_1")]
+    assert [done.nics for done in book.done.receive()] == [("mlx5_0", "mlx5_1")]
 
 
 def test_a_failed_part_fails_the_job_once_the_others_are_back(book: BatchTable) -> None:
@@ -77,7 +77,7 @@ def test_a_failed_part_fails_the_job_once_the_others_are_back(book: BatchTable) 
     assert not job.ended
     assert not job.begin(), "no part begins after a failure"
     job.finish("broken too")
-    (done,) = book.poll()
+    (done,) = book.done.receive()
     assert (done.error, done.num_bytes) == ("broken", 0)
 
 
@@ -86,12 +86,12 @@ def test_a_stopped_job_waits_for_what_is_in_hand(book: BatchTable) -> None:
     assert job.begin()
     job.stop("cancelled")
     job.stop("later reason")
-    assert book.poll() == []
+    assert book.done.receive() == []
     job.give_back()
-    (done,) = book.poll()
+    (done,) = book.done.receive()
     assert done.error == "cancelled"
     job.stop("again")
-    assert book.poll() == []
+    assert book.done.receive() == []
 
 
 def test_a_part_given_back_may_be_done_again(book: BatchTable) -> None:
@@ -101,21 +101,21 @@ def test_a_part_given_back_may_be_done_again(book: BatchTable) -> None:
     assert not job.ended
     assert job.begin()
     job.finish()
-    assert book.poll()[0].error is None
+    assert book.done.receive()[0].error is None
 
 
 def test_a_job_stopped_before_it_began_ends_at_once(book: BatchTable) -> None:
     job = book.open(batch())
     job.stop("impossible")
-    assert [done.error for done in book.poll()] == ["impossible"]
+    assert [done.error for done in book.done.receive()] == ["impossible"]
     job.expect(3)
     assert not job.begin()
-    assert book.poll() == []
+    assert book.done.receive() == []
 
 
 def test_no_parts_is_success(book: BatchTable) -> None:
     open_job(book, 0)
-    assert [done.error for done in book.poll()] == [None]
+    assert [done.error for done in book.done.receive()] == [None]
 
 
 def test_deadlines_expire_in_order_and_once(book: BatchTable) -> None:
@@ -139,18 +139,20 @@ def test_ids_are_fresh_and_endings_come_in_order(book: BatchTable) -> None:
     for job in reversed(jobs):
         assert job.begin()
         job.finish()
-    assert [done.batch_id for done in book.poll()] == [job.batch_id for job in reversed(jobs)]
+    assert [done.batch_id for done in book.done.receive()] == [
+        job.batch_id for job in reversed(jobs)
+    ]
     book.check_integrity()
 
 
 def test_endings_survive_close(book: BatchTable) -> None:
     before = len(os.listdir("/proc/self/fd"))
     job = open_job(book, 1)
-    book.close()
-    book.close()
+    book.done.close()
+    book.done.close()
     assert len(os.listdir("/proc/self/fd")) <= before - 1
     job.stop("closed")
-    assert [done.error for done in book.poll()] == ["closed"]
+    assert [done.error for done in book.done.receive()] == ["closed"]
 
 
 def test_racing_threads_end_every_job_once(book: BatchTable) -> None:
@@ -177,6 +179,6 @@ def test_racing_threads_end_every_job_once(book: BatchTable) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    done = book.poll()
+    done = book.done.receive()
     assert sorted(event.batch_id for event in done) == [job.batch_id for job in jobs]
     assert book.num_open == 0

@@ -21,7 +21,7 @@ from mooncake.base.pool_messages import (
 )
 from mooncake.kvstore.node import removal
 from mooncake.kvstore.node.inquiries import MAX_CLIENT_LIFTS
-from mooncake.kvstore.storage.traces import COPY_S, MAX_REMEMBERED, Tombstones
+from mooncake.kvstore.storage.tombstones import COPY_S, MAX_REMEMBERED, Tombstones
 from mooncake.sim.world.disk import SimDiskConfig, SimMedium
 from tests.support.kvstore.node_world import BLOCK, NodeWorld, key, keys, worker
 
