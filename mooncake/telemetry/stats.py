@@ -26,13 +26,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-def mean(values: Sequence[float]) -> float:
-    """Return the mean of `values`; raises ValueError when there are none."""
-    if not values:
-        raise ValueError("a mean needs at least one value")
-    return math.fsum(values) / len(values)
-
-
 def slow_gap_mean(gaps: Sequence[float]) -> float:
     """Return the mean of the slowest 10 % of `gaps` (at least one), 0 when there are none.
 
@@ -41,4 +34,4 @@ def slow_gap_mean(gaps: Sequence[float]) -> float:
     if not gaps:
         return 0.0
     num_slow = max(1, math.ceil(SLOW_SHARE * len(gaps)))
-    return mean(sorted(gaps)[-num_slow:])
+    return math.fsum(sorted(gaps)[-num_slow:]) / num_slow
