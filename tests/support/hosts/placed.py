@@ -18,9 +18,9 @@ from tests.support.waiting import wait_until
 WORKERS = {"prefill": 1, "decode": 2}
 """What Ray places."""
 WORKER, GCS, RAYLET = "[w]orker_program", "[g]cs/gcs_server", "[r]aylet/raylet"
-NODE, UP, ACTOR = "[-]-ray-node", "[u]p k2.yaml$", "[r]ay::WorkerActor"
+NODE, UP = "[-]-ray-node", "[u]p k2.yaml$"
 """What pgrep finds processes by: a worker; and of what looks after workers Ray's two, the one that
-starts these, `mooncake up`, and the actors.
+starts these, and `mooncake up`.
 """
 END_S = 400.0
 ASK = """
@@ -63,11 +63,9 @@ class Placed(DescribedCluster):
     def pids(self, host: Host, pattern: str) -> set[str]:
         return set(host.check("sh", "-c", f"pgrep -f '{pattern}' || true").split())
 
-    def kill(self, host: Host, pattern: str) -> int:
-        """Kill all such processes; return how many these are."""
+    def kill(self, host: Host, pattern: str) -> None:
         pids = wait_until(lambda: self.pids(host, pattern), f"{pattern} to kill", END_S)
         host.check("kill", "-9", *pids)
-        return len(pids)
 
     def workers(self) -> dict[str, set[str]]:
         return {each.name: self.pids(each, WORKER) for each in self.machines}
@@ -86,14 +84,6 @@ class Placed(DescribedCluster):
     def num_watched(self) -> int:
         """Return how often a head has said that it looks after all workers."""
         return sum(each.output.count("Ray looks after") for each in self._said)
-
-    def num_adopted(self) -> int:
-        """Return how often something has said that it looks after a worker that ran."""
-        return sum(each.output.count("is adopted (pid") for each in self._said)
-
-    def await_adopted(self, number: int) -> None:
-        """Wait until that has been said so often."""
-        wait_until(lambda: self.num_adopted() >= number, f"{number} are adopted", END_S)
 
     def await_watched(self, number: int) -> None:
         end_s = time.monotonic() + END_S
