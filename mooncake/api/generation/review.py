@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from mooncake.api.constrained.checker import Fault, SchemaChecker, SchemaToCheck
 from mooncake.api.schema.replies import SchemaError
-from mooncake.api.text.answer import Delta
+from mooncake.api.text.answer import Delta, Piece, join_pieces
 
 _COMPLETE = ("stop", "tool_calls")
 """The ends of complete answers. If an answer was cut off, clients know that it is not complete."""
@@ -33,7 +33,8 @@ class Review:
         self._checker = checker
         self._answer = answer
         self._tools = tools
-        self._choices: dict[int, _Choice] = {}
+        self._pieces: dict[int, list[Piece]] = {}
+        """The answers so far, by number."""
         self._tenant = ""
 
     def run_as(self, tenant: str) -> None:
@@ -46,7 +47,7 @@ class Review:
         """
         ending: list[Delta] = []
         for delta in deltas:
-            self._choices.setdefault(delta.index, _Choice()).add(delta)
+            self._pieces.setdefault(delta.index, []).extend(delta.pieces)
             if delta.finish_reason in _COMPLETE:
                 ending.append(delta)
         found = await asyncio.gather(*(self._errors(delta.index) for delta in ending))
@@ -54,43 +55,20 @@ class Review:
             delta.schema_errors = errors
 
     async def _errors(self, index: int) -> list[SchemaError]:
-        choice = self._choices.pop(index)
+        whole = Delta(index=index, pieces=join_pieces(self._pieces.pop(index)))
+        calls = whole.tool_calls
         errors: list[SchemaError] = []
-        for call in choice.calls.values():
-            schema = self._tools.get(call.name)
+        for call in calls:
+            schema = self._tools.get(call.name or "")
             if schema is not None:
-                faults = await self._checker.check(schema, "".join(call.arguments), self._tenant)
+                faults = await self._checker.check(schema, call.text, self._tenant)
                 errors += [_error(fault, call.call_id) for fault in faults]
             if len(errors) >= MAX_ERRORS:
                 return errors[:MAX_ERRORS]
-        if self._answer is not None and not choice.calls:
-            text = "".join(choice.text)
-            errors += map(_error, await self._checker.check(self._answer, text, self._tenant))
+        if self._answer is not None and not calls:
+            faults = await self._checker.check(self._answer, whole.text, self._tenant)
+            errors += map(_error, faults)
         return errors
-
-
-class _ToolCall:
-    def __init__(self, call_id: str, name: str) -> None:
-        self.call_id = call_id
-        self.name = name
-        self.arguments: list[str] = []
-
-
-class _Choice:
-    """The text and the calls of one answer so far."""
-
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.calls: dict[int, _ToolCall] = {}
-
-    def add(self, delta: Delta) -> None:
-        for piece in delta.pieces:
-            if piece.call is not None:
-                if piece.call_id is not None and piece.name is not None:
-                    self.calls[piece.call] = _ToolCall(piece.call_id, piece.name)
-                self.calls[piece.call].arguments.append(piece.text)
-            elif not piece.is_reasoning:
-                self.text.append(piece.text)
 
 
 def _error(fault: Fault, call_id: str | None = None) -> SchemaError:
