@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.rewritten import compile_tests
+import hypothesis
+
+from tests.support.rewritten import compile_all, of_plugins, of_tests
 
 TEST = "def test_one():\n    one = 1\n    assert one == 2\n"
 
@@ -16,7 +18,7 @@ def test_pytest_runs_the_code_that_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "test_one.py"
     file.parent.mkdir()
     file.write_text(TEST)
-    [kept] = compile_tests(tmp_path)
+    [kept] = compile_all(of_tests(tmp_path))
     code = kept.read_bytes()
     kept.write_bytes(code.replace(b"test_one", b"test_two"))
     assert code != kept.read_bytes()
@@ -26,3 +28,7 @@ def test_pytest_runs_the_code_that_is_kept(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert "test_two - assert 1 == 2" in ran.stdout, "the kept code, with its asserts rewritten"
+
+
+def test_plugins_are_compiled_too() -> None:
+    assert Path(hypothesis.__file__) in of_plugins()
