@@ -69,12 +69,12 @@ def layout_of(block_bytes: int) -> KvLayout:
 
 
 class CountingNode(KvNode):
-    """A pool node that counts the questions which come over data connections."""
+    """A pool node that counts the questions by which blocks are got."""
 
     num_asked = 0
 
     def handle(self, event: msgspec.Struct, now: float) -> None:
-        self.num_asked += isinstance(event, Asked)
+        self.num_asked += isinstance(event, Asked) and event.piece_bytes > 0
         super().handle(event, now)
 
 

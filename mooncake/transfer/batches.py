@@ -44,6 +44,11 @@ class Slice(msgspec.Struct, frozen=True):
     pieces: tuple[TransferOp, ...]
     num_bytes: int
 
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of each piece, where all have one size; 0 if there is none."""
+        return self.pieces[0].num_bytes if self.pieces else 0
+
 
 def merge_ops(ops: Iterable[TransferOp]) -> list[TransferOp]:
     """Return `ops` in order with empty ones left out and neighbours joined.

@@ -61,8 +61,8 @@ class TransferBatch(msgspec.Struct, frozen=True, kw_only=True):
     """The number by which the owner lets us WRITE, if it guards the memory."""
     question: bytes = b""
     """A message to the owner, for READ: it chooses what it sends, and sends it behind its answer.
-    The `ops`, all of one size, say where that goes; their remote places do not count. A question
-    is asked once: it is not sent again when a connection breaks.
+    The `ops`, all of one size, say where that goes, and none that nothing may come; their remote
+    places do not count. A question is asked once: it is not sent again when a connection breaks.
     """
 
 

@@ -296,10 +296,10 @@ class RoutedTransfer:
             job.stop("the transfer engine is closed")
         elif self._batches.num_open > MAX_OPEN_BATCHES:
             job.stop(f"more than {MAX_OPEN_BATCHES} batches are under way")
-        elif not job.ops:
-            job.expect(0)
         elif batch.question:
             self._ask(job)
+        elif not job.ops:
+            job.expect(0)
         elif self._staging is not None and self._staging.takes(job):
             job.protocol = PROTOCOL
             self._staging.start(job)

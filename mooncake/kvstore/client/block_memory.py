@@ -182,6 +182,18 @@ class MemoryTransfers:
         self._ended[number] = ended
         return number, block_bytes
 
+    def ask_alone(self, peer: SegmentRef, question: bytes, deadline_s: float, ended: Ended) -> bool:
+        """Begin to ask a peer something to which no bytes come. Return False if it cannot be asked.
+        `ended` is called once.
+        """
+        if not self._transfer.takes_questions(peer):
+            return False
+        number = self._transfer.submit(TransferBatch(
+            op=Op.READ, peer=peer, ops=[], deadline_s=deadline_s, question=question
+        ))  # fmt: skip
+        self._ended[number] = ended
+        return True
+
     def write(self, places: Places, there: BlockPlaces, deadline_s: float, ended: Ended) -> int:
         """Begin to write blocks to places that a peer has granted; return a number for `cancel`.
         `ended` is called once.

@@ -167,6 +167,43 @@ class _Read:
         self.by_message = True
 
 
+class AskedNodes:
+    """The nodes that may be asked over their data connections."""
+
+    def __init__(self) -> None:
+        self._segments: BoundedMap[str, SegmentRef] = BoundedMap(_MAX_KNOWN)
+        """The memory of each node that has granted something, by the node's address."""
+        self._unanswered: BoundedMap[str, tuple[int, int]] = BoundedMap(_MAX_KNOWN)
+        """How many times in a row a node has not answered, and the newest ticket when that was
+        counted last, by the id of its engine.
+        """
+
+    def learn(self, address: str, segment: SegmentRef) -> None:
+        """Know where a node's memory is."""
+        self._segments[address] = segment
+
+    def forget(self, address: str) -> None:
+        """Ask a node that was lost no more."""
+        self._segments.pop(address, None)
+
+    def find(self, address: str) -> SegmentRef | None:
+        """Return the memory of a node, by which it may be asked."""
+        segment = self._segments.get(address)
+        if segment is None or self._unanswered.get(segment.engine_id, (0, 0))[0] >= MAX_UNANSWERED:
+            return None
+        return segment
+
+    def count(self, engine_id: str, ticket: int, last_ticket: int, *, is_answered: bool) -> None:
+        """Count whether a question was answered. Questions that were under way together count once:
+        one broken connection ends all of them.
+        """
+        missed, newest = self._unanswered.get(engine_id, (0, 0))
+        if is_answered:
+            self._unanswered[engine_id] = 0, 0
+        elif ticket > newest:
+            self._unanswered[engine_id] = missed + 1, last_ticket
+
+
 class BlockReader:
     """Reads blocks from pool nodes: owns all reads of one process."""
 
@@ -184,12 +221,7 @@ class BlockReader:
         """Open reads by the ticket of their piece."""
         self._verifying: deque[int] = deque()
         self._last_ticket = 0
-        self._segments: BoundedMap[str, SegmentRef] = BoundedMap(_MAX_KNOWN)
-        """The memory of each node that has granted something, by the node's address."""
-        self._unanswered: BoundedMap[str, tuple[int, int]] = BoundedMap(_MAX_KNOWN)
-        """How many times in a row a node has not answered, and the newest ticket when that was
-        counted last, by the id of its engine.
-        """
+        self._nodes = AskedNodes()
         self.num_corrupt = 0
         """Blocks that arrived with other contents than promised."""
 
@@ -235,7 +267,7 @@ class BlockReader:
             return
         if read.stage is not _Stage.PINNING:
             return
-        self._segments[message.store.address] = message.places.segment
+        self._nodes.learn(message.store.address, message.places.segment)
         if not self._take_grant(message, now):
             return
         read.stage = _Stage.READING
@@ -269,7 +301,7 @@ class BlockReader:
         ):
             granted = None
         if not read.given_up:
-            self._count_answer(engine, ticket, granted is not None)
+            self._nodes.count(engine, ticket, self._last_ticket, is_answered=granted is not None)
         if granted is not None and granted.num_blocks:
             self._take_grant(granted, now)
             self._on_arrived(ticket, done, now)
@@ -279,16 +311,6 @@ class BlockReader:
             del self._reads[ticket]
             read.by_message, read.stage, read.block_bytes = True, _Stage.PINNING, 0
             self._begin(read)
-
-    def _count_answer(self, engine: str, ticket: int, is_answered: bool) -> None:
-        """Count whether a question was answered. Questions that were under way together count once:
-        one broken connection ends all of them.
-        """
-        missed, newest = self._unanswered.get(engine, (0, 0))
-        if is_answered:
-            self._unanswered[engine] = 0, 0
-        elif ticket > newest:
-            self._unanswered[engine] = missed + 1, self._last_ticket
 
     def _on_arrived(self, ticket: int, done: TransferDone, now: float) -> None:
         """Check what has arrived. If its transfer failed, the piece ends here."""
@@ -312,7 +334,7 @@ class BlockReader:
 
     def on_peer_lost(self, worker: WorkerRef, now: float) -> None:
         """End the reads that the lost node has not granted yet, and cancel running transfers."""
-        self._segments.pop(worker.address, None)
+        self._nodes.forget(worker.address)
         for ticket, read in list(self._reads.items()):
             if is_of(read.store, worker) and read.stage is not _Stage.VERIFYING:
                 self._stop(ticket, now, Unavailable("the pool node was lost"))
@@ -354,10 +376,8 @@ class BlockReader:
 
     def _ask(self, read: _Read, message: PinBlocks) -> bool:
         """Ask for the bytes of a piece over the data connection, if that is possible."""
-        segment = self._segments.get(read.store.address)
-        if segment is None or read.by_message:
-            return False
-        if self._unanswered.get(segment.engine_id, (0, 0))[0] >= MAX_UNANSWERED:
+        segment = None if read.by_message else self._nodes.find(read.store.address)
+        if segment is None:
             return False
         question = encode(message)
         if len(question) > MAX_QUESTION_BYTES:

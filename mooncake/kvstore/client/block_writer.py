@@ -1,6 +1,10 @@
 """Writes blocks to pool nodes in two phases: `PutStart` asks for room, the caller fills what was
 granted, `PutEnd` makes the blocks readable.
 
+`PutStart` goes over the data connection if the node takes questions there: that saves two threads
+at each end. It may then overtake our earlier messages. So what the node does not grant in full is
+asked for again by a message, behind them.
+
 A pure state machine that engines and clients of the pool share. It owns tickets; the caller moves
 the bytes to the node. A ticket ends exactly once, when nothing writes to the granted memory any
 more. The node may then trust the memory or reuse it.
@@ -9,24 +13,35 @@ more. The node may then trust the memory or reuse it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+
+import msgspec
 
 from mooncake.base import (
     BlockKey,
     BlockPlaces,
     MooncakeError,
+    ProtocolError,
     PutEnd,
     PutGranted,
     PutStart,
+    SegmentRef,
     TransferError,
     Unavailable,
     WorkerRef,
 )
 from mooncake.base.messages import NO_HEAD, ChainHead
-from mooncake.kvstore.client.block_reader import is_of
+from mooncake.kvstore.client.block_reader import AskedNodes, is_of
 from mooncake.rpc.channel import Channel
+from mooncake.rpc.codec import decode, encode
+from mooncake.transfer.engine import MAX_ANSWER_PIECES, MAX_QUESTION_BYTES, Ended, TransferDone
 
+Ask = Callable[[SegmentRef, bytes, Ended], bool]
+"""Begins to ask the owner of a memory over the data connection, and calls back once. False: it
+cannot be asked so.
+"""
 ASK_AGAIN_S = 1.0
 """Nodes answer at once. After this time the question or its answer counts as lost. A node grants
 each ticket once, however often it is asked.
@@ -69,9 +84,11 @@ class BlockWrite(ABC):
 class BlockWriter:
     """Writes blocks to pool nodes: owns all puts of one process."""
 
-    def __init__(self, writer: WorkerRef, channel: Channel) -> None:
+    def __init__(self, writer: WorkerRef, channel: Channel, ask: Ask = lambda *_: False) -> None:
         self._writer = writer
         self._channel = channel
+        self._ask_there = ask
+        self._nodes = AskedNodes()
         self._writes: dict[int, BlockWrite] = {}
         self._last_ticket = 0
         self.num_blocks_put = 0
@@ -84,18 +101,20 @@ class BlockWriter:
 
     def start(self, write: BlockWrite, tenant: str, head: ChainHead = NO_HEAD) -> None:
         """Ask for room for blocks that follow `head` in their chain."""
-        write.question = self._ask(write.store, write.keys, tenant, head)
-        write.ticket = self._last_ticket
-        self._writes[write.ticket] = write
+        question = self._question(write.keys, tenant, head)
+        self._open(write, question)
+        if not self._begin_to_ask(write, question):
+            self._channel.send(write.store.address, question)
 
     def report_use(self, store: WorkerRef, head: ChainHead) -> None:
         """Tell a node that a chain is used, when nothing of it is to be written. The message may be
         lost: nothing depends on it.
         """
-        self._ask(store, [], "", head)
+        self._channel.send(store.address, self._question([], "", head))
 
     def on_granted(self, message: PutGranted, now: float) -> None:
         """Have the granted blocks filled. If the put is over already, give them back."""
+        self._nodes.learn(message.store.address, message.places.segment)
         write = self._writes.get(message.ticket)
         if write is None or write.store.address != message.store.address:
             self._give_back(message.store, message.ticket, message.keys)
@@ -146,6 +165,7 @@ class BlockWriter:
 
     def on_peer_lost(self, worker: WorkerRef, now: float) -> None:
         """End the puts that the lost node has not granted yet, and stop what is being written."""
+        self._nodes.forget(worker.address)
         for write in list(self._writes.values()):
             if not is_of(write.store, worker):
                 continue
@@ -177,15 +197,51 @@ class BlockWriter:
             next_s = due_s if next_s is None else min(next_s, due_s)
         return next_s
 
-    def _ask(
-        self, store: WorkerRef, keys: Sequence[BlockKey], tenant: str, head: ChainHead
-    ) -> PutStart:
+    def _question(self, keys: Sequence[BlockKey], tenant: str, head: ChainHead) -> PutStart:
+        """Return a question with a new ticket."""
         self._last_ticket += 1
-        question = PutStart(
+        return PutStart(
             writer=self._writer, ticket=self._last_ticket, keys=list(keys), tenant=tenant, head=head
         )
-        self._channel.send(store.address, question)
-        return question
+
+    def _open(self, write: BlockWrite, question: PutStart) -> None:
+        write.question, write.ticket = question, question.ticket
+        self._writes[question.ticket] = write
+
+    def _begin_to_ask(self, write: BlockWrite, question: PutStart) -> bool:
+        """Ask over the data connection, if that is possible."""
+        segment = self._nodes.find(write.store.address)
+        if segment is None or len(question.keys) > MAX_ANSWER_PIECES:
+            return False
+        text = encode(question)
+        answered = partial(self._on_answered, write, question, segment.engine_id)
+        return len(text) <= MAX_QUESTION_BYTES and self._ask_there(segment, text, answered)
+
+    def _on_answered(
+        self, write: BlockWrite, question: PutStart, engine: str, done: TransferDone, now: float
+    ) -> None:
+        """Take the node's answer. Ask by a message for what it lacks."""
+        try:
+            granted = None if done.error is not None else decode(done.answer)
+        except ProtocolError:
+            granted = None
+        if not isinstance(granted, PutGranted) or granted.ticket != question.ticket:
+            granted = None
+        self._nodes.count(
+            engine, question.ticket, self._last_ticket, is_answered=granted is not None
+        )
+        is_open = self._writes.get(question.ticket) is write and write.granted is None
+        if granted is not None and (not is_open or len(granted.keys) == len(question.keys)):
+            self.on_granted(granted, now)
+        elif is_open:
+            if granted is not None:
+                del self._writes[question.ticket]
+                if granted.keys:
+                    self._give_back(write.store, question.ticket, granted.keys)
+                self._last_ticket += 1
+                question = msgspec.structs.replace(question, ticket=self._last_ticket)
+                self._open(write, question)
+            self._channel.send(write.store.address, question)
 
     def _give_back(self, store: WorkerRef, ticket: int, keys: list[BlockKey]) -> None:
         put_end = PutEnd(writer=self._writer, ticket=ticket, dropped=keys)

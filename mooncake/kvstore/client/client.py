@@ -52,7 +52,7 @@ from mooncake.base.pool_messages import (
 )
 from mooncake.kvstore.client.block_memory import BlockMemory, MemoryTransfers, Places, Where
 from mooncake.kvstore.client.block_reader import BlockReader, ReadResult, is_of
-from mooncake.kvstore.client.block_writer import BlockWrite, BlockWriter
+from mooncake.kvstore.client.block_writer import ASK_AGAIN_S, BlockWrite, BlockWriter
 from mooncake.kvstore.client.calls import Attempt, Call, Policy, run
 from mooncake.rpc.channel import Channel
 from mooncake.rpc.membership import Membership
@@ -151,7 +151,13 @@ class PoolClient:
         )
         self._transfers = MemoryTransfers(ports.transfer)
         self._reader = BlockReader(hello.worker, ports.channel, self._transfers, verify=True)
-        self._writer = BlockWriter(hello.worker, ports.channel)
+        self._writer = BlockWriter(
+            hello.worker,
+            ports.channel,
+            lambda peer, question, ended: self._transfers.ask_alone(
+                peer, question, self.now + ASK_AGAIN_S, ended
+            ),
+        )
         self._requests: dict[int, _Request] = {}
         self._last_ticket = 0
 

@@ -150,7 +150,8 @@ class Questions:
             awaited = peer_of(speaker), ticket, answer
             if num_keys > MAX_ANSWER_PIECES:
                 return f"a question names {num_keys} blocks, more than {MAX_ANSWER_PIECES}"
-            if self._pins.waits(speaker, ticket) or not self._channel.expect(awaited, number):
+            is_open = answer is PinGranted and self._pins.waits(speaker, ticket)
+            if is_open or not self._channel.expect(awaited, number):
                 return f"the ticket {ticket} is open"
             self._waiting[number] = awaited, message
         self._handlers[type(message)](message, now)

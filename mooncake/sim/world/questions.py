@@ -53,8 +53,8 @@ class Questions:
             heap.after(config.failure_s, lambda: self.end(number, "the connection broke"))
         if owner.hears and not (breaks and self._random.random() < 0.5):
             event = Asked(
-                number=number, question=text, piece_bytes=question.places[0].num_bytes,
-                sender=_SENDER, whence="",
+                number=number, question=text, sender=_SENDER, whence="",
+                piece_bytes=question.places[0].num_bytes if question.places else 0,
             )  # fmt: skip
             heap.after(config.transfer_latency_s, lambda: self._hear(event))
 

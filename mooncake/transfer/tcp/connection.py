@@ -318,7 +318,7 @@ class Connection:
         kind = wire.READ if is_read else wire.WRITE
         pieces, question = part.slice.pieces, part.job.question
         if question:
-            head = wire.pack_ask(self._next_id, len(question), pieces[0].num_bytes)
+            head = wire.pack_ask(self._next_id, len(question), part.slice.piece_bytes)
         else:
             head = wire.pack_request(kind, self._next_id, pieces, num_bytes, part.job.grant)
         assert self._channel is not None
@@ -450,8 +450,8 @@ class Connection:
         assert self._channel is not None
         request = self._requests[0]
         answer = bytes(self._channel.received.open(data, 0))
-        size = request.part.slice.pieces[0].num_bytes
-        count, rest = divmod(num_bytes, size)
+        size = request.part.slice.piece_bytes
+        count, rest = divmod(num_bytes, size) if size else (0, num_bytes)
         if rest or count > len(request.views):
             raise ProtocolError("the peer's answer does not have the length that was asked for")
         request.part.job.set_answer(answer, num_bytes)

@@ -347,10 +347,16 @@ def test_who_did_what_is_written_down(model: Path, tmp_path: Path) -> None:
         assert node.stop(signal.SIGTERM) == 0
 
 
+def health(node: PoolProcess) -> tuple[int, str]:
+    """Return how a node says that it is."""
+    status, body = ask(f"{node.url}/health", key="")
+    return status, json.loads(body)["status"]
+
+
 def test_a_node_that_hears_no_gateway_is_not_well(model: Path, tmp_path: Path) -> None:
     words = ("--dram", "1MiB", "--node-id", "lonely", "--join", "tcp://127.0.0.1:9")
     with PoolProcess(model, tmp_path / "log", *words) as lonely:
-        status, body = ask(f"{lonely.url}/health", key="")
-        assert (status, json.loads(body)["status"]) == (503, "joining")
+        until(lambda: health(lonely) != (503, "starting"), "it has started")
+        assert health(lonely) == (503, "joining")
         assert lonely.stop(signal.SIGTERM) == 0
         assert "Traceback" not in lonely.output

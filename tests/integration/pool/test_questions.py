@@ -21,6 +21,7 @@ from mooncake.base import (
     PinBlocks,
     Role,
     SegmentRef,
+    Tier,
     WorkerHello,
     WorkerRef,
 )
@@ -74,13 +75,16 @@ class Node:
             self.transfer, "tcp://127.0.0.1:1",
         )  # fmt: skip
         self.num_asked = 0
+        """Questions by which blocks are got."""
+        self.num_puts_asked = 0
         self.threads: set[str] = set()
         """Names of the threads in which it has been asked."""
         handle = self.machine.handle
 
         def counted(event: object, now: float) -> None:
             if isinstance(event, Asked):
-                self.num_asked += 1
+                self.num_asked += event.piece_bytes > 0
+                self.num_puts_asked += b"put_start" in event.question
                 self.threads.add(threading.current_thread().name)
             handle(event, now)
 
@@ -159,6 +163,27 @@ def test_gets_after_the_first_take_a_question(protection: Protection, tenant: st
         assert get(session, [keys[0], key(99)]) == 1
         until(lambda: node.num_open == 0, "nothing stays pinned")
         assert node.driver.call(lambda each, _: each.counters["blocks_missed"]).result(LONG_S) == 1
+
+
+@pytest.mark.parametrize("protection", Protection)
+@pytest.mark.parametrize("tenant", [None, "acme", ""])
+def test_puts_after_the_first_take_a_question(protection: Protection, tenant: str | None) -> None:
+    with serving(protection, tenant) as (node, session):
+        for number in range(4):
+            assert session.exists(put(session, range(number, number + 1))) == [Tier.DRAM]
+        assert node.num_puts_asked == 3, "the first answer says that the node takes questions"
+        assert session.put_from([key(2), key(9)], [0, BLOCK]) == [key(9)], "2 is there already"
+        until(lambda: node.num_open == 0, "nothing stays open")
+        assert get(session, [key(n) for n in range(4)]) == 4
+
+
+def test_a_put_finds_room_where_the_put_before_it_has_just_ended(node: Node) -> None:
+    """Though its question overtakes the end of that put, which goes by another connection."""
+    with node.session() as session:
+        for start in range(0, 240, 8):
+            put(session, range(start, start + 8))
+    assert NUM_BLOCKS < 240
+    assert node.num_puts_asked > 20
 
 
 def test_a_get_sees_the_put_before_it(node: Node) -> None:

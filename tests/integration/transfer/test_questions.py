@@ -121,6 +121,22 @@ def test_bytes_come_behind_the_answer_where_the_asker_wants_them(
 
 
 @pytest.mark.parametrize("protection", list(Protection))
+def test_a_question_to_which_no_bytes_come(open_tcp: Open, protection: Protection) -> None:
+    pair = Pair(open_tcp, protection=protection)
+    for turn in range(2):
+        pair.ask(num_pieces=0)
+        asked = pair.hear()
+        assert (asked.question, asked.piece_bytes) == (QUESTION, 0)
+        pair.owner.answer(asked.number, b"answer %d" % turn, pair.there, Pieces([], 0))
+        done = pair.ended()
+        assert (done.error, done.answer, done.num_bytes) == (None, b"answer %d" % turn, 0)
+        assert events(pair.owner) == [AskEnded(number=asked.number)]
+    pair.ask(num_pieces=0)
+    pair.owner.answer(pair.hear().number, b"more", pair.there, Pieces([0], SIZE))
+    assert pair.ended().error is not None, "the owner sends bytes that nobody wants"
+
+
+@pytest.mark.parametrize("protection", list(Protection))
 def test_question_answer_and_reason_are_readable_on_the_way_only_without_encryption(
     open_tcp: Open, protection: Protection
 ) -> None:

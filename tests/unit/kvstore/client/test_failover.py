@@ -446,6 +446,8 @@ def test_a_long_run_goes_in_messages_that_hold_up_no_others(
     run = tuple(range(1, 9))
     assert scene.call("put_from", keys(*run), scene.fill(*run)) == keys(*run)
     puts = [("PutStart", 3, 0), ("PutStart", 3, 0), ("PutStart", 2, 0)]
+    if WIRES["questions"]:  # what follows the first put goes over the data connection
+        del puts[1:]
     assert named == [*puts, ("PutStart", 0, 3), ("PutStart", 0, 3)]
     named.clear()
     scene.memory[:] = bytes(len(scene.memory))
