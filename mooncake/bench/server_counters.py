@@ -32,7 +32,7 @@ def parse_metrics(text: str) -> list[Series]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftCounts:
-    """Counts since a server's start, or of a run."""
+    """What became of drafts, since a server's start or during one run."""
 
     drafts: int = 0
     """Steps of a sequence that had drafts."""

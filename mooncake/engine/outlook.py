@@ -31,7 +31,9 @@ MOST_WORK = 1024
 """
 STEP_WORK = 4
 SAME_STEPS = 8
-"""Steps without prompts are predicted in groups of equal ones, which grow by one after so many."""
+"""Steps without prompts are predicted in groups of equal ones, which grow by one after this
+many.
+"""
 
 
 @dataclass(slots=True)

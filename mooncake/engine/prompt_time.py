@@ -37,12 +37,12 @@ from mooncake.engine.cost import StepCostModel
 SLOW_ONE_IN = 10
 """The limit on gaps is on the mean of the slowest of this many."""
 PATIENCE = 10
-"""A prompt is postponed for at most so many times as long as its first token may take. The class
+"""A prompt is postponed for at most this many times as long as its first token may take. The class
 batch has no limit, so the first token of its prompts may take this many times as long.
 """
 CROWD = 4
-"""When prompts are late, are at least so many, and are no fewer than the streams, they are computed
-whatever this costs the streams: there is more to do than can be in time.
+"""When prompts are late, are at least this many, and are no fewer than the streams, they are
+computed whatever this costs the streams: there is more to do than can be in time.
 """
 SLACK = 1.25
 """A first token is too late for its limit after this many times `first_token_s`, because `launch`
@@ -63,7 +63,7 @@ class Prompt(NamedTuple):
     is_batch: bool = False
 
     def due_s(self, config: EngineConfig, times: float = 1.0) -> float:
-        """Return when the prompt's first token is due, or would be if it might take so many `times`
+        """Return when the prompt's first token is due, or would be if it might take `times` times
         as long.
         """
         if config.first_token_s is None:

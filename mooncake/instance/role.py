@@ -172,8 +172,8 @@ class RoleWorker(ABC, Generic[JobT]):
             self._give_up(self._jobs.of_gateway(gateway), "its gateway was lost", now)
 
     def _on_own_loss(self, now: float) -> None:
-        """End all jobs and come back, as the cluster has given this worker up: what it held for
-        them elsewhere is others' now. Gateways that still hear it place them again.
+        """End all jobs and come back, because the cluster has given this worker up: what the jobs
+        held elsewhere belongs to others now. Gateways that still hear it place them again.
         """
         self._is_given_up = True
         self.instance.come_back()

@@ -407,7 +407,7 @@ class _Loader:
         """Return how many slabs of a sum over `columns` this rank has.
 
         Raises:
-            ConfigError: so many ranks cannot share them.
+            ConfigError: this many ranks cannot share them.
         """
         slabs = slabs_of(columns)
         if slabs % self._group.size:

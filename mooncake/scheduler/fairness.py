@@ -91,8 +91,8 @@ class Turns:
         self._premium_s: float | None = None
 
     def queue_position(self, flow: Flow, num_tokens: int, now: float) -> QueuePosition:
-        """Return the queue position of a request that has just arrived, with so many tokens in its
-        prompt; nothing is recorded yet.
+        """Return the queue position of a request that has just arrived, with this many tokens in
+        its prompt; nothing is recorded yet.
         """
         start = max(self._next.get(flow, 0.0), self._clock_of(flow))
         order = start + self._length(flow, num_tokens), flow[0].order

@@ -21,7 +21,7 @@ from mooncake.train.parts import GatedMlp, Linear, Norm
 
 INIT_STD = 0.02
 _ANSWERS = 256
-"""A CPU predicts a multiple of so many tokens, unless in float32: oneDNN compiles a product anew
+"""A CPU predicts a multiple of this many tokens, unless in float32: oneDNN compiles a product anew
 for each number.
 """
 

@@ -244,8 +244,8 @@ class RoutedTransfer:
         self._batches.done.bell = self._offer_soon
 
     def _offer_soon(self) -> bool:
-        """Offer events once this thread has done what it does now, if it is that of a loop: it may
-        hold locks of a connection. Return whether it will.
+        """Offer events later if this is a loop's thread: once the loop has done its current work,
+        because it may hold locks of a connection. Return whether it will.
         """
         loop = IoLoop.here()
         if loop is None or loop not in self._loops:

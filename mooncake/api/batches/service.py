@@ -116,7 +116,7 @@ class BatchService:
     # ------------------------------------------------------------ files
 
     async def begin_file(self, tenant: str, num_bytes: int) -> NewFile:
-        """Begin a file of about so many bytes.
+        """Begin a file of about this many bytes.
 
         Raises:
             ApiError: it is too large, or the files of the tenant are.

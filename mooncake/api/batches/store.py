@@ -348,7 +348,7 @@ class BatchStore:
         return next(iter(_rows(db, BatchRow, _BATCH, where, seq, owner)), None)
 
     def accept(self, owner: str, seq: int, num_total: int, now: float) -> bool:
-        """Record that the input is right and has so many lines. Return False if the lease was
+        """Record that the input is right and has this many lines. Return False if the lease was
         lost.
         """
         with self._transaction() as db:

@@ -211,7 +211,7 @@ class InFlight:
         self._num_bytes += num_bytes
 
     def add_logprobs(self, number: int) -> None:
-        """Hold the memory of so many log-probabilities.
+        """Hold the memory of this many log-probabilities.
 
         Raises:
             Limited: those of running requests may fill the memory for them.

@@ -104,7 +104,7 @@ ReadEnded = Callable[[ReadResult, float], None]
 _MAX_KNOWN = 1024
 """Nodes whose segments are remembered."""
 MAX_UNANSWERED = 3
-"""After so many questions in a row without an answer, as where the data connection comes from
+"""After this many questions in a row without an answer, as where the data connection comes from
 another host than the messages, the node is no longer asked.
 """
 
@@ -434,8 +434,8 @@ class BlockReader:
         error: MooncakeError | None = None,
         corrupt: Sequence[BlockKey] = (),
     ) -> None:
-        """End a piece of which so many leading blocks came. The read ends too, unless the piece is
-        complete, the node has more, and there is time.
+        """End a piece of which this many leading blocks came. The read ends too, unless the piece
+        is complete, the node has more, and there is time.
         """
         read = self._reads.pop(ticket)
         if read.stage is _Stage.VERIFYING:

@@ -402,7 +402,7 @@ class KeyTable:
                 self._begin_move()
 
     def _parts(self, words: Words) -> list[tuple[Buckets, Ints]]:
-        """Return the tables with those of the keys that belong there."""
+        """Return each table with the keys that belong to it."""
         if self._old is None:
             return [(self._table, np.arange(len(words)))]
         early = words[:, 0] < self._old.first_word(self._num_moved)

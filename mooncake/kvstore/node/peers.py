@@ -105,7 +105,7 @@ class Peers:
         return self.states.setdefault(peer_of(worker), PeerState(worker, now))
 
     def may_open(self, worker: WorkerRef, kind: str, ticket: int, num_keys: int) -> bool:
-        """Return whether a ticket that names so many blocks is new, comes from a live boot, and
+        """Return whether a ticket that names this many blocks is new, comes from a live boot, and
         stays within the bounds of that boot and of its credential.
         """
         peer = peer_of(worker)

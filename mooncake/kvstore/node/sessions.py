@@ -284,7 +284,9 @@ class PinSessions:
     def _take(
         self, message: PinBlocks, num_blocks: int, now: float, *, more: bool
     ) -> list[BlockKey]:
-        """Pin so many leading blocks of a run, as far as the reader may have them. Return those."""
+        """Pin this many leading blocks of a run, as far as the reader may have them. Return
+        those.
+        """
         reader, ticket = message.reader, message.ticket
         run = message.keys[: min(num_blocks, max(0, self._blocks.room_of(reader)))]
         if run:

@@ -111,13 +111,13 @@ class SegmentFiles:
             self._fds[number] = fd
 
     def headers(self, call: Vectored, slot: int, pages: memoryview) -> None:
-        """Read or write the headers from that of a slot on. Raises OSError, also when the file ends
-        early.
+        """Read or write headers, beginning with that of a slot. Raises OSError, also when the file
+        ends early.
         """
         self._transfer(call, slot, self.header_offset(slot), [pages])
 
     def blocks(self, call: Vectored, slot: int, vectors: list[memoryview]) -> None:
-        """Read or write the blocks from that of a slot on, each padded to whole pages. Raises
+        """Read or write blocks, beginning with that of a slot, each padded to whole pages. Raises
         OSError, also when the file ends early.
         """
         self._transfer(call, slot, self.block_offset(slot), vectors)

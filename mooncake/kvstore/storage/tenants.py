@@ -219,8 +219,8 @@ class KeptBlocks:
         self._slots[slot][key] = None
 
     def _displace_of_largest(self, count: int) -> list[BlockKey]:
-        """Displace so many blocks, each of the tenant that keeps most; of several, of the one that
-        has kept for longest.
+        """Displace this many blocks, each of the tenant that keeps most; of several, of the one
+        that has kept for longest.
         """
         if count <= 0:
             return []

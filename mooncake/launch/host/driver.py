@@ -247,7 +247,7 @@ class Driver:
         name = event.worker.worker_id
         if event.replaced:
             raise FencedOff(
-                f"{name} ends: another came under its name; give each node a --node-id of its own"
+                f"{name} ends: another worker took its name; give each node a --node-id of its own"
             )
         if not self._returns:
             raise FencedOff(

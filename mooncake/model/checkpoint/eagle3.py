@@ -153,7 +153,7 @@ class Eagle3Spec(msgspec.Struct, frozen=True, kw_only=True):
         return (num_sequences + 1) * 2 * WINDOW * self.attention.kv_width * item_bytes
 
     def copied_bytes(self, num_sequences: int, item_bytes: int) -> int:
-        """Return the bytes of the windows that a captured step of so many sequences copies."""
+        """Return the bytes of the windows that a captured step of this many sequences copies."""
         copied = min(num_sequences, AT_ONCE)
         return copied * 2 * WINDOW * self.attention.kv_width * item_bytes
 

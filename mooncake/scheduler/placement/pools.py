@@ -33,8 +33,8 @@ LOAD_COUNTERS = {
 }
 """Counters of pool nodes from which the bandwidths of the tiers below DRAM are learned."""
 RETRY_S = 60.0
-"""After so many seconds without use, a tier or a network is expected to be at least as fast as its
-first guess. Otherwise one that looks slower than computing would never be tried again: small
+"""After this many seconds without use, a tier or a network is expected to be at least as fast as
+its first guess. Otherwise one that looks slower than computing would never be tried again: small
 fetches over a long way look slow, and say little about a large one.
 """
 HOT_BLOCKS = 128

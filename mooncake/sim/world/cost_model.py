@@ -433,7 +433,7 @@ def sim_layout(model: ModelFigures, block_tokens: int, num_groups: int) -> KvLay
     `num_groups` groups that are pushed together, so that the simulator needs fewer events.
 
     Raises:
-        ConfigError: the bytes cannot be divided into so many groups.
+        ConfigError: the bytes cannot be divided into this many groups.
     """
     width, rest = divmod(model.kv_bytes_per_token, num_groups)
     if rest:

@@ -114,7 +114,7 @@ class VerbsNic:
         self._choices = choices
         self._open(port)
         self.inline_bytes = _INLINE_BYTES
-        """Bytes of a WRITE that travel with its request; 0 if the provider refuses so many."""
+        """Bytes of a WRITE that travel with its request; 0 if the provider refuses this many."""
         self.has_extended_posts = True
         """True if many requests take one doorbell; False where the provider has no such call."""
 

@@ -286,7 +286,7 @@ class TcpBackend:
         return Fence.CLOSED
 
     def close(self) -> None:
-        """Refuse peers and break all connections. That is done when the loops have ended."""
+        """Refuse peers and break all connections. They are broken once the loops have ended."""
         self._server.close()
         for peer in self._peers.close():
             peer.close()

@@ -493,9 +493,10 @@ def _group(needs: Mapping[str, float], here: Mapping[str, float] | None = None) 
 def groups_of_held(
     workers: Iterable[WorkerSettings], held: Mapping[str, Held]
 ) -> dict[str, PlacementGroup]:
-    """Set the GPUs of workers aside for them that run already: if Ray chose, it could give each
-    those of another. Ray chooses among free ones only, so all are taken here, one by one, and those
-    of one worker at a time are free. A worker is left out if another program has one of its GPUs.
+    """Reserve for each worker that runs already the GPUs that it has, which Ray could otherwise
+    give to another one. Ray chooses among free GPUs only. So all are taken here, one by one, and
+    then those of one worker at a time are free. A worker is left out if another program has one of
+    its GPUs.
 
     Raises:
         MooncakeError: Ray cannot be asked now.

@@ -26,9 +26,9 @@ class Changes(NamedTuple):
 def first_workers(
     config: ServeConfig, settings: Sequence[WorkerSettings], runs: Callable[[str], bool]
 ) -> list[WorkerSettings]:
-    """Return those of all workers that there may be with which a cluster starts: as many prefill
-    and decode workers as `--prefill` and `--decode` say, inside the bounds, and those that an
-    earlier start has left behind (`runs`).
+    """Return the workers with which a cluster starts, of all that there may be: as many prefill and
+    decode workers as `--prefill` and `--decode` say, inside the bounds, and those that an earlier
+    start has left behind (`runs`).
     """
     if not config.follows_load:
         return list(settings)

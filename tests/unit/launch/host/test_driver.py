@@ -411,6 +411,6 @@ def test_an_engine_that_was_given_up_comes_back_unless_another_has_its_name(rig:
     told = [PeerLost(worker=mine), PeerLost(worker=mine, replaced=True)]
     for each in told:
         rig.peer.send("machine", each)
-    with pytest.raises(FencedOff, match="another came under its name"):
+    with pytest.raises(FencedOff, match="another worker took its name"):
         driver.run()
     assert rig.machine.events == told[:1]
