@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import textwrap
 import threading
@@ -38,6 +39,9 @@ EXTRAS = {
 }  # fmt: skip
 """Packages that not every installation has -> the extra that brings them."""
 
+_COMPUTES = re.compile("--colocated|--role[ =](prefill|decode)")
+"""The flags of a process that is an engine itself."""
+
 EPILOG = "`mooncake COMMAND --help` has the flags and examples of each command.\n\nexit codes:\n"
 
 
@@ -64,7 +68,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 def program() -> NoReturn:
     """Run the command line of this process and end the process."""
-    if "--colocated" in sys.argv:  # otherwise the command does so, once settings are known
+    if _COMPUTES.search(" ".join(sys.argv)):  # else the command does so, once settings are known
         environment.restart_with(environment.variables())
     code = run(sys.argv[1:])
     if any(thread.daemon for thread in threading.enumerate()):

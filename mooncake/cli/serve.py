@@ -42,7 +42,7 @@ def run(config: ServeConfig) -> int:
         return _check_kernels()
     with contextlib.ExitStack() as opened:
         forks = None
-        if config.colocated and not config.dry_run:
+        if _computes(config) and not config.dry_run:
             environment.restart_with(environment.variables())  # before anything slow
         if not config.dry_run and forks_workers(config):
             forks = opened.enter_context(worker_forks())  # it imports while the rest goes on
@@ -50,6 +50,11 @@ def run(config: ServeConfig) -> int:
             from mooncake.launch.cluster import serve
 
         return serve.dry_run(config) if config.dry_run else serve.serve(config, forks)
+
+
+def _computes(config: ServeConfig) -> bool:
+    """Return whether this process is an engine itself."""
+    return config.colocated or config.role in ("prefill", "decode")
 
 
 def _check_kernels() -> int:

@@ -28,7 +28,6 @@ from mooncake.launch.cluster.supervision.local_keeper import LocalKeepers
 from mooncake.launch.cluster.supervision.supervisor import Supervisor
 from mooncake.launch.cluster.workers import await_stages, joining_workers
 from mooncake.launch.config.settings import ServeConfig
-from mooncake.launch.host import environment
 from mooncake.launch.host.processes.end_signals import EndSignals
 from mooncake.launch.host.processes.vital_threads import end_with_vital_threads
 from mooncake.launch.pool_node import node_lock
@@ -49,8 +48,6 @@ def serve_worker(config: ServeConfig) -> int:
         MooncakeError: no gateway answers, the worker cannot start, or the cluster gave it up.
     """
     assert config.role is not None
-    if config.role != Role.KVSTORE:
-        environment.restart_with(environment.variables())
     start_log(config.role, config.log_level, config.log_format, config.log_file)
     configure_audit(config.role, config.audit_log)
     # It may wait for the cluster, and the first process of a pod ignores what it does not handle.
