@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,8 @@ from mooncake.base import (
     MonotonicClock,
     MooncakeError,
     PinBlocks,
+    PutEnd,
+    PutStart,
     Role,
     SegmentRef,
     Tier,
@@ -177,13 +180,29 @@ def test_puts_after_the_first_take_a_question(protection: Protection, tenant: st
         assert get(session, [key(n) for n in range(4)]) == 4
 
 
-def test_a_put_finds_room_where_the_put_before_it_has_just_ended(node: Node) -> None:
+def test_a_put_finds_room_where_the_put_before_it_has_just_ended(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though its question overtakes the end of that put, which goes by another connection."""
     with node.session() as session:
+        send, late = session._channel.send, list[tuple[str, PutEnd]]()
+
+        def send_ends_late(address: str, message: Any) -> None:
+            if isinstance(message, PutEnd):
+                late.append((address, message))
+                return
+            while late and isinstance(message, PutStart):
+                send(*late.pop(0))
+            send(address, message)
+
+        monkeypatch.setattr(session._channel, "send", send_ends_late)
         for start in range(0, 240, 8):
             put(session, range(start, start + 8))
-    assert NUM_BLOCKS < 240
-    assert node.num_puts_asked > 20
+        assert NUM_BLOCKS < 240
+        assert node.num_puts_asked > 20
+        for each in late:
+            send(*each)
+        until(lambda: node.num_open == 0, "nothing stays open")
 
 
 def test_a_get_sees_the_put_before_it(node: Node) -> None:
