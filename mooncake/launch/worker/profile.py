@@ -8,7 +8,6 @@ cost model fits the times.
 from __future__ import annotations
 
 import logging
-import math
 import select
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,8 +34,6 @@ NUM_PASSES = 2
 """Passes over all shapes, if there is time. Many costs are paid only once (a weight's first touch,
 the allocator's first block of a size), so the shorter of two runs counts.
 """
-LONG_S = 0.1
-"""On a CPU, a step that takes longer is run once: what is paid only once is little of it."""
 TELL_S = 30.0
 """A step without progress is logged this often."""
 NUM_TOKENS = 97
@@ -92,10 +89,8 @@ def profile(
     config: EngineConfig,
     clock: Clock,
     progress: Callable[[int, int], None] = lambda *_: None,
-    long_s: float = math.inf,
 ) -> list[CostSample]:
-    """Run `shapes` one after the other, then again those that took no longer than `long_s`. Return
-    the shorter time of each.
+    """Run `shapes` one after the other, then again. Return the shorter time of each.
 
     The first one is run once before, untimed. So if there is no time for a second pass, part of the
     first-run cost is already paid. `progress` gets how many steps have ended, and how many there
@@ -109,17 +104,12 @@ def profile(
         return []
     started_s = clock.now()
     best: dict[int, float] = {}
-
-    def numbers() -> Iterator[int]:
-        yield 0
-        for _ in range(NUM_PASSES):
-            yield from (each for each in range(len(shapes)) if best.get(each, 0.0) <= long_s)
-
-    plans = _plans(shapes, numbers(), config)
-    for turn, (number, plan) in enumerate(plans):
+    numbers = [0, *list(range(len(shapes))) * NUM_PASSES]
+    plans = _plans([shapes[number] for number in numbers], config)
+    for turn, (number, plan) in enumerate(zip(numbers, plans, strict=True)):
         if turn > 2 and clock.now() - started_s > BUDGET_S:
             break
-        progress(turn, 1 + NUM_PASSES * len(shapes))
+        progress(turn, len(numbers))
         seconds = _run(runner, plan, config.first_step_timeout_s)
         last = plan
         if turn > 0:
@@ -134,16 +124,11 @@ def _sample(shape: Shape, seconds: float) -> CostSample:
     return sample.of_streams() if new == 1 else sample
 
 
-def _plans(
-    shapes: Sequence[Shape], numbers: Iterable[int], config: EngineConfig
-) -> Iterator[tuple[int, StepPlan]]:
-    """Yield a step for each number of a shape, and the number; each step ends the sequences of the
-    one before.
-    """
+def _plans(shapes: Sequence[Shape], config: EngineConfig) -> Iterator[StepPlan]:
+    """Yield a step for each shape; each ends the sequences of the one before."""
     ids = count(-1, -1)  # ids that the engine never uses
     ended: list[int] = []
-    for turn, number in enumerate(numbers):
-        sequences, new, before = shapes[number]
+    for number, (sequences, new, before) in enumerate(shapes):
         starts: list[EngineSequence] = []
         slots: list[StepSlot] = []
         pages_each = config.num_pages(new + before)
@@ -166,7 +151,7 @@ def _plans(
                     sample=True,
                 )
             )
-        yield number, StepPlan(step_id=-1 - turn, starts=starts, slots=slots, ended=ended)
+        yield StepPlan(step_id=-1 - number, starts=starts, slots=slots, ended=ended)
         ended = [start.sequence_id for start in starts]
 
 

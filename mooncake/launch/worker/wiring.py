@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 import threading
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ from mooncake.kvstore.node.node import KvNode
 from mooncake.launch.pool_node.disks import open_disks
 from mooncake.launch.worker.kept_profile import place_of_profile, timed_or_kept
 from mooncake.launch.worker.page_hasher import PageHasher
-from mooncake.launch.worker.profile import LONG_S, profile, shapes_for
+from mooncake.launch.worker.profile import profile, shapes_for
 from mooncake.launch.worker.settings import WorkerSettings
 from mooncake.launch.worker.weights.held_model import HeldModel, NoFiles
 from mooncake.launch.worker.weights.weights_lender import WeightsLender
@@ -164,7 +163,6 @@ def build(
             lambda shapes: profile(
                 runner, shapes, config, MonotonicClock(),
                 lambda done, whole: progress("timing a few steps", done, whole),
-                LONG_S if settings.options.device == "cpu" else math.inf,
             ),
             place_of_profile(settings, config, model.machine),
         )  # fmt: skip

@@ -121,13 +121,6 @@ def test_the_shorter_of_two_runs_counts() -> None:
     assert [one.seconds for one in samples] == [pytest.approx(s) for s in (0.032, 0.008, 0.064)]
 
 
-def test_a_long_step_is_run_once(runner: TimedRunner) -> None:
-    shapes = [(1, 32, 0), (1, 1000, 0), (1, 64, 0)]
-    samples = profile(runner, shapes, config(), ManualClock(), long_s=0.5)
-    assert [plan.num_tokens for plan in runner.plans[:-1]] == [32, 32, 1000, 64, 32, 64]
-    assert [one.num_new_tokens for one in samples] == [32, 1000, 64]
-
-
 def test_plans_are_what_an_engine_could_have_made(runner: TimedRunner) -> None:
     shapes = shapes_for(Role.DECODE, config())
     profile(runner, shapes, config(), ManualClock())
