@@ -48,7 +48,7 @@ def place_of_profile(settings: WorkerSettings, config: EngineConfig, machine: st
     options = settings.options
     if options.cache_dir is None or options.device != "cpu":
         return None
-    config = dataclasses.replace(config, num_blocks=1)  # their number makes no difference
+    config = dataclasses.replace(config, num_blocks=config.num_homes)  # it makes no difference
     of = (
         __version__, revision(), machine, settings.role, settings.dtype, settings.weights_revision,
         options, config,

@@ -168,9 +168,11 @@ def test_what_changes_the_time_of_a_step_has_a_file_of_its_own(tmp_path: Path) -
     assert len(set(places)) == len(places)
 
 
-def test_pages_and_names_make_no_difference(tmp_path: Path) -> None:
-    engine = settings(tmp_path).engine
-    more = dataclasses.replace(engine, num_blocks=engine.num_blocks + 1)
+@pytest.mark.parametrize("num_homes", [1, 2])
+def test_pages_and_names_make_no_difference(tmp_path: Path, num_homes: int) -> None:
+    plain = settings(tmp_path).engine
+    engine = dataclasses.replace(plain, num_blocks=16 * num_homes, num_homes=num_homes)
+    more = dataclasses.replace(engine, num_blocks=17 * num_homes)
     assert place_of_profile(settings(tmp_path), engine, "") == place_of_profile(
         settings(tmp_path, worker_id="decode-1", gateway_address="tcp://127.0.0.1:2"), more, ""
     )
