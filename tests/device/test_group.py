@@ -20,17 +20,24 @@ from mooncake.model.parallel.stages import Stage
 from mooncake.model.parallel.torch_group import ONE_SHOT_BYTES
 from tests.device.processes import Processes
 from tests.support.cuda.install import Emulated, emulated
+from tests.support.cuda.mutants import TAKEN_OUT
 from tests.support.cuda.streams import ORDERS
 from tests.support.waiting import LONG_S
 
 Work = Callable[[Group, Emulated], Any]
 
 
-def on_ranks(work: Work, size: int = 2, timeout_s: float = 120.0, **machine: Any) -> list[Any]:
-    """Return what `work` returns on each rank; an error as its text."""
+def on_ranks(
+    work: Work, size: int = 2, timeout_s: float = 120.0, missing: str = "", **machine: Any
+) -> list[Any]:
+    """Return what `work` returns on each rank; an error as its text. missing: the path of a wait
+    that is taken out (`mutants.Wait`).
+    """
     meeting = make_file("nccl", size)
     path = f"/proc/{os.getpid()}/fd/{meeting}"
-    ranks = Processes(_rank, [(work, rank, size, path, timeout_s, machine) for rank in range(size)])
+    ranks = Processes(
+        _rank, [(work, rank, size, path, timeout_s, missing, machine) for rank in range(size)]
+    )
     found = ranks.found()
     ranks.go_on()  # until then others may need what a rank has shown
     ranks.join()
@@ -39,9 +46,11 @@ def on_ranks(work: Work, size: int = 2, timeout_s: float = 120.0, **machine: Any
 
 
 def _rank(
-    work: Work, rank: int, size: int, path: str, timeout_s: float, machine: dict[str, Any]
-) -> Iterator[Any]:
+    work: Work, rank: int, size: int, path: str, timeout_s: float, missing: str,
+    machine: dict[str, Any],
+) -> Iterator[Any]:  # fmt: skip
     torch.set_num_threads(1)
+    os.environ[TAKEN_OUT] = missing
     with emulated(size, **machine) as gpus:
         torch.cuda.set_device(rank)
         group = join("nccl", size, rank, os.open(path, os.O_RDWR), timeout_s)
@@ -230,6 +239,58 @@ def test_an_exchange_that_is_not_waited_for_races_with_who_reads_it() -> None:
     for text in on_ranks(unwaited):
         assert "allgather of 4 bytes" in text
         assert "neither waits for the other" in text
+
+
+def sent_and_read(group: Group, gpus: Emulated) -> float:
+    """Read what another rank sends as soon as it may be read."""
+    came = here(group, 0.0)
+    if group.rank:
+        group.send(here(group, 5.0), 0)
+    else:
+        group.receive(came, 1)
+    found = (came + 1).item()
+    gpus.finish()
+    return found
+
+
+def summed_and_read(group: Group, gpus: Emulated) -> float:
+    found = (group.sum(here(group, 1.0)) + 1).item()
+    gpus.finish()
+    return found
+
+
+def has_met(group: Group, gpus: Emulated) -> bool:
+    """Return whether the device has nothing left to do when ranks have met."""
+    group.meet()
+    return torch.cuda.current_stream().query()
+
+
+def begins_when_the_device_is_done(group: Group, gpus: Emulated) -> bool:
+    stage = Stage(group, Shape(pp=2), 2, CudaCopies(torch.device("cuda", group.rank)))
+    here(group, 1.0).add_(1)
+    stage.begin()
+    return torch.cuda.current_stream().query()
+
+
+_GROUP, _STAGES = (f"mooncake.model.parallel.{each}" for each in ("torch_group", "stages"))
+WAITS = [
+    (
+        summed_and_read,
+        f"{_GROUP}:TorchGroup._run: exchange(_bytes_of(made), _bytes_of(x.contiguous())).wait()",
+    ),
+    (sent_and_read, f"{_GROUP}:TorchGroup._wait: work.wait()"),
+    (has_met, f"{_GROUP}:TorchGroup.meet: here.tolist()"),
+    (begins_when_the_device_is_done, f"{_STAGES}:Stage._finish: end.reached()"),
+]
+
+
+@pytest.mark.parametrize(("work", "wait"), WAITS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_wait_of_ranks_that_is_taken_out_is_missed(work: Work, wait: str) -> None:
+    whole, found = on_ranks(work), on_ranks(work, missing=wait)
+    assert not any(isinstance(each, str) for each in whole), whole
+    assert found[0] != whole[0]
+    if isinstance(found[0], str):
+        assert "neither waits for the other" in found[0]
 
 
 def forgotten(group: Group, gpus: Emulated) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from mooncake_kernels import tuning
+from mooncake_kernels.dispatch import TRITON, kernel
+from mooncake_kernels.triton import experts
+from mooncake_kernels.triton.device import INTERPRETED
 from mooncake_kernels.tune import (
     BATCHES,
     KIMI_K2_RANKS,
@@ -75,6 +80,36 @@ def test_the_h200s_table_is_served_by_the_release_that_measured_it_and_no_prompt
     assert tuned != default_experts_config(shape, 512)
     for pairs, target in ((512, Target("NVIDIA H200", "3.9.0")), (65536, H200)):
         assert experts_config(shape, pairs, target) == default_experts_config(shape, pairs)
+
+
+def test_products_are_launched_with_the_tiles_that_were_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU that has a table. Another one launches them by the rule of thumb."""
+    if not INTERPRETED.value:
+        pytest.skip("launches are noted in Triton's interpreter; compiled, they would really run")
+    launched: dict[str, dict[str, Any]] = {}
+    monkeypatch.setattr(
+        "triton.runtime.interpreter.InterpretedFunction.run",
+        lambda kernel, *_, **options: launched.update({kernel.fn.__name__: options}),
+    )
+    shape = ExpertsShape("fp8", 24, 2048, 7168)
+    made = partial(torch.empty, device="meta")
+    layer = kernel("experts_fp8", TRITON)(
+        made(24, 2, 2048, 7168, dtype=torch.float8_e4m3fn), made(24, 2, 16, 56),
+        made(24, 7168, 2048, dtype=torch.float8_e4m3fn), made(24, 56, 16),
+    )  # fmt: skip
+    rows = made(64, 7168, dtype=torch.bfloat16), made(64, 8, dtype=torch.int64), made(64, 8)
+    for target in (H200, Target("NVIDIA H100", "3.6.0")):
+        monkeypatch.setattr(experts, "target", lambda _, found=target: found)
+        layer(*rows)
+        config = experts_config(shape, 512, target)
+        for name, tile in (("gate_up_kernel", config.gate_up), ("down_kernel", config.down)):
+            found = launched.pop(name)
+            wanted = config.block_t, tile.block_w, tile.block_k, tile.group_t, tile.warps
+            names = "BLOCK_T", "BLOCK_W", "BLOCK_K", "GROUP_T", "num_warps"
+            assert tuple(found[each] for each in names) == wanted
+            assert found["STAGES"] == tile.stages
 
 
 @pytest.mark.parametrize("split", sorted(KIMI_K2_RANKS))
