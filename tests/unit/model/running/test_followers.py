@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -58,7 +59,7 @@ from mooncake.model.memory import GpuMemory
 from mooncake.model.parallel.group import GroupError
 from mooncake.model.parallel.lead import Lead, Loaded
 from mooncake.model.parallel.shared_memory import SharedGroup, shared_bytes
-from mooncake.model.running.computed_step import capture_steps
+from mooncake.model.running.computed_step import ComputedStep, capture_steps
 from mooncake.model.running.follower import Follower, Guesses, heard
 from mooncake.model.running.runner import ModelRunner
 from mooncake.transfer.memory import allocate_shared
@@ -600,6 +601,41 @@ def test_samples_are_told_once_all_ranks_have_heard_of_the_step_begun_on_them(
         tokens += result.tokens[1]
     decoded = [size for size in made.graphs[1].replayed if size < 16]
     assert len(decoded) == 3, "one of them is begun on a guess"
+
+
+def test_a_result_is_told_once_no_rank_writes_to_pages_of_its_step(
+    instance: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequence that ends with it gives its pages to others."""
+    made, prompt, through = instance(Shape(tp=2)), [5, 6, 7], threading.Event()
+    keep = ComputedStep.keep
+
+    def late(self: ComputedStep, tokens: Any, *, handed_on: bool) -> bool:
+        if tokens is None:  # of the follower
+            assert through.wait(LONG_S)
+        return keep(self, tokens, handed_on=handed_on)
+
+    monkeypatch.setattr(ComputedStep, "keep", late)
+    made.runner.submit(plan(0, [slot(1, 0, prompt, [4])], [start(1, prompt)]))
+    told = select.select([made.runner.fileno()], [], [], 1.0)[0]
+    through.set()
+    assert not told
+    *_, result = events_until(made.runner, 0)
+    assert isinstance(result, StepResult)
+    assert len(result.tokens[1]) == 1
+
+
+def test_who_waits_for_guesses_waits_for_the_device_too() -> None:
+    guesses, mark = Guesses(), mock.Mock()
+    assert guesses.mark(lambda: mark) is None, "nothing has been guessed"
+    guesses.hear()
+    guesses.begin()
+    behind = guesses.mark(lambda: mark)
+    assert behind is not None
+    with mock.patch.object(guesses, "wait_until_begun") as begun:
+        behind.reached()
+    begun.assert_called_once_with(1)
+    mark.reached.assert_called_once_with()
 
 
 def test_who_waits_for_answers_hears_of_a_rank_that_is_lost(instance: Open) -> None:
