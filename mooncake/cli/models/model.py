@@ -225,7 +225,7 @@ COMMANDS = (
     Command(
         words="model encrypt", summary="write a copy with encrypted weights", settings=Encrypt,
         run=encrypt,
-        examples="openssl rand -hex 32 > weights.key\n"
+        examples="openssl rand -hex 32 > weights.key && chmod 600 weights.key\n"
         "mooncake model encrypt checkpoints/k2 --weights-key-file weights.key --out k2-encrypted\n"
         "mooncake serve k2-encrypted --weights-key-file weights.key",
         notes="Configuration, tokenizer and templates stay plain: gateways need them, and then no "

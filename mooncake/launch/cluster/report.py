@@ -117,10 +117,11 @@ def started_table(rows: list[WorkerRow]) -> Table:
 def print_plan(
     console: Console, config: ServeConfig, plan: ServePlan, available: int | None
 ) -> None:
-    """Print the resolved configuration, the workers and their memory."""
+    """Print the settings that have a value, the workers and their memory."""
     settings = plain_table("setting", "value", title="configuration")
     for name, value in config.shown().items():
-        settings.add_row(name, "" if value is None else json.dumps(value, ensure_ascii=False))
+        if value or value == 0:  # what is unset, or an empty list, says nothing
+            settings.add_row(name, json.dumps(value, ensure_ascii=False))
     console.print(settings)
     workers = plain_table("role", "number", "each holds", title="workers")
     for role, number in (*plan.engines, (Role.KVSTORE, plan.num_kvstores)):

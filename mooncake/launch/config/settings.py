@@ -468,8 +468,8 @@ class ServeConfig:
         "share to trace of the requests that come without a traceparent header; with this header "
         "the client decides")
     dry_run: bool = setting(False, truth, OTHER, "",
-        "print the configuration and memory plan, make all checks that `serve` makes, start "
-        "nothing")
+        "print the settings that have a value and the memory plan, make all checks that `serve` "
+        "makes, start nothing")
     hardware: str | None = setting(None, text, OTHER, "H",
         "with --dry-run: fit the model on these GPUs instead of this machine; a name in "
         "configs/hardware, or a JSON file of the same form")

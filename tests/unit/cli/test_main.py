@@ -111,6 +111,8 @@ def test_a_dry_run_shows_settings_workers_and_memory(
     for word in ("small-model", "prefill", "kvstore pool", "total", "free now"):
         assert word in shown
     assert "hush" not in shown
+    names = {line.split()[0] for line in shown.splitlines() if line.strip()}
+    assert {"api-key", "num-threads"} & names == {"api-key"}, "without what has no value"
 
 
 def test_repeated_flags_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,8 +224,8 @@ def check_mode(path: Path, named: str) -> None:
         )
     if mode & (stat.S_IROTH | stat.S_IWGRP):
         _warn_once(
-            f"{named}: other users of this machine may read or change {path} (mode {mode:04o}): "
-            f"chmod 600 {path}"
+            f"{named}: other users of this machine may read or change {path} (mode {mode:04o}); "
+            f"run: chmod 600 {path}"
         )
 
 
