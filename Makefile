@@ -138,11 +138,11 @@ test-device: $(STAMP)
 test-shapes: $(STAMP)
 	MOONCAKE_TEST_SHAPES=all $(BIN)/pytest -v -p tests.support.timed_tests tests/device/test_shipped_shapes.py
 
-# On a virtual machine with two software RDMA devices; skips, saying why, where none can be had. The guest cannot
-# keep what it compiles, and loads no plugin that it does not need: it is emulated, and slow. What it reads is
-# compiled here, tests as pytest does it.
+# On a virtual machine with two software RDMA devices, where test_hosts.py makes hosts of namespaces with one each;
+# skips, saying why, where none can be had. The guest cannot keep what it compiles, and loads no plugin that it does not
+# need: it is emulated, and slow. What it reads is compiled here, tests as pytest does it.
 RDMA_TESTS := $(addprefix tests/integration/transfer/test_,processes.py failures.py staging.py fences.py) \
-  $(addprefix tests/rdma/test_,nics.py chat.py weights.py)
+  $(addprefix tests/rdma/test_,nics.py chat.py weights.py hosts.py)
 RDMA_PYTEST := env -u PYTHONDONTWRITEBYTECODE PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(abspath $(BIN))/python -m pytest \
   -v --color=no -p pytest_timeout -p tests.support.timed_tests -p no:cacheprovider -k rdma $(RDMA_TESTS)
 test-rdma: $(STAMP)

@@ -5,6 +5,7 @@ Kept in a cache folder: the kernel image and the modules the guest needs, in the
 
 from __future__ import annotations
 
+import hashlib
 import lzma
 import os
 import re
@@ -17,7 +18,7 @@ from pathlib import Path
 
 WANTED_MODULES = (
     "virtio_pci", "9pnet_virtio", "9p", "overlay", "dummy", "crc32_generic", "crc32c_generic",
-    "ib_uverbs", "rdma_rxe",
+    "ib_uverbs", "rdma_rxe", "veth", "bridge",
 )  # fmt: skip
 """What the guest needs besides what Debian builds in; names some kernels build in are left out."""
 
@@ -43,7 +44,8 @@ def cache_folder() -> Path:
 
 def fetch_kernel() -> GuestKernel:
     """Return the distribution's stock kernel, fetched with apt at first. Raises CannotPrepare."""
-    folder = cache_folder() / "kernel"
+    wanted = hashlib.sha256(" ".join(WANTED_MODULES).encode()).hexdigest()[:8]
+    folder = cache_folder() / f"kernel-{wanted}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:

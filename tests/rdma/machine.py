@@ -5,9 +5,10 @@
 
 Real verbs without RDMA hardware: the distribution's stock kernel has `rdma_rxe`. The guest sees our
 root file system read-only, with a throw-away layer on top, and runs COMMAND in the current folder
-as root. Devices: rxe0 on eth0 (10.0.0.1/24), rxe1 on eth1 (10.0.1.1/24). Exit status: that of
-COMMAND; 125 when the guest did not finish; 0 with "skipped: ..." where no guest can be had, or 77
-with --required. `--prepare` installs and fetches what a guest needs, and starts none.
+as root. Devices: rxe0 on eth0 (10.0.0.1/24), rxe1 on eth1 (10.0.1.1/24); COMMAND can make others,
+and bridges between namespaces. Exit status: that of COMMAND; 125 when the guest did not finish; 0
+with "skipped: ..." where no guest can be had, or 77 with --required. `--prepare` installs and
+fetches what a guest needs, and starts none.
 
 Emulation is several times slower on some processors than on others. The guest times a loop of plain
 Python before COMMAND and takes REFERENCE_LOOP_S as one: `--timeout-s`, the limit of a single test
@@ -66,7 +67,7 @@ for kind in proc sysfs devtmpfs; do
 done
 for at in /dev/shm /run; do mkdir -p /root$at; mount -t tmpfs tmpfs /root$at; done
 cp /guest.sh /root/run/guest.sh
-exec chroot /root /bin/bash /run/guest.sh
+exec switch_root /root /bin/bash /run/guest.sh
 """
 
 _GUEST = """\

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from tests.support.hosts.hosts import HOME, Host, Program
+from tests.support.waiting import LONG_S
 
 MOONCAKE = str(Path(sys.executable).parent / "mooncake")
 FOLDER = "here"
@@ -39,7 +40,9 @@ class DescribedCluster:
             told["machines"][each.name]["address"] = each.address
         first, name = machines[0], Path(init[-1])
         first.path(f"{HOME}/{name}").write_text(yaml.safe_dump(told, sort_keys=False))
-        self.said = first.check(MOONCAKE, *init)
+        made = self.typed(first, init, folder=".")
+        assert made.process.wait(LONG_S) == 0, made.output
+        self.said = made.output
         self._up = up
         self._made = first.path(f"{HOME}/{name.stem}")
         for each in machines:
@@ -56,5 +59,16 @@ class DescribedCluster:
 
     def up(self, host: Host, environment: Mapping[str, str] | None = None) -> Program:
         """Type `mooncake up` on a machine."""
-        words = ("sh", "-c", f"cd {FOLDER} && exec {MOONCAKE} {' '.join(self._up)}")
-        return host.run(*words, environment=environment)
+        return self.typed(host, self._up, environment)
+
+    def typed(
+        self,
+        host: Host,
+        words: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        folder: str = FOLDER,
+    ) -> Program:
+        """Type `mooncake WORDS` in a folder of a machine."""
+        command = f"cd {folder} && exec {MOONCAKE} {' '.join(words)}"
+        return host.run("sh", "-c", command, environment=environment)

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +27,7 @@ import pytest
 
 from tests.support import namespaces
 from tests.support.hosts import late_link
+from tests.support.hosts.forks import Fork, on_host
 from tests.support.hosts.local_faults import LocalFaults
 from tests.support.namespaces import ip, sweep
 
@@ -65,7 +66,7 @@ def needs_hosts() -> None:
 class Program:
     """A program that runs on a host, and what it says."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Fork, log: Path) -> None:
         self.process = process
         self.log = log
 
@@ -107,7 +108,7 @@ class Host:
         self._shared = shared
         self.address = f"{NETWORK}.{number}"
         self._namespace = namespace
-        self._switch, self.port, self._late = switch, f"port{number}", f"late{number}"
+        self.switch, self.port, self._late = switch, f"port{number}", f"late{number}"
         self._forwards: subprocess.Popen[bytes] | None = None
         self._link = f"{namespace}v"
         self._folder = folder
@@ -115,7 +116,7 @@ class Host:
         self._disk.mkdir(parents=True, exist_ok=True)
         self._faults = LocalFaults(folder)
         self._first: subprocess.Popen[bytes] | None = None
-        self._programs: list[subprocess.Popen[bytes]] = []
+        self._programs: list[subprocess.Popen[bytes] | Fork] = []
 
     def start(self) -> None:
         """Boot it, with nothing in its memory file systems."""
@@ -169,6 +170,16 @@ class Host:
             )  # fmt: skip
         self._programs.append(process)
         return Program(process, log)
+
+    def fork(self, be: Callable[[], int]) -> Program:
+        """Start a fork of this process, which does `be` in the host's home without its faults of
+        clock and disk.
+        """
+        log, first = self._folder / f"{next(_NUMBERS)}.log", self._init
+        with log.open("wb") as output:
+            fork = Fork(lambda: on_host(first, HOME, be), _environment(), output.fileno())
+        self._programs.append(fork)
+        return Program(fork, log)
 
     def mooncake(self, *words: str, environment: Mapping[str, str] | None = None) -> Program:
         """Start the `mooncake` command."""
@@ -228,7 +239,7 @@ class Host:
 
     def delay(self, seconds: float) -> None:
         """Have all between it and other hosts take so much longer, each way; 0: no longer."""
-        inside = ("-netns", self._switch, "link")
+        inside = ("-netns", self.switch, "link")
         if self._forwards is not None:
             self._forwards.kill()
             self._forwards.communicate()
@@ -241,7 +252,7 @@ class Host:
         ip(*inside, "set", f"{self._late}b", "master", "bridge", "up")
         ip(*inside, "set", self.port, "nomaster")
         self._forwards = subprocess.Popen(
-            ["setpriv", "--pdeathsig=KILL", "ip", "netns", "exec", self._switch,
+            ["setpriv", "--pdeathsig=KILL", "ip", "netns", "exec", self.switch,
              sys.executable, late_link.__file__, self.port, self._late, str(seconds)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         )  # fmt: skip
