@@ -1,6 +1,7 @@
-"""A prefill worker is replaced a hundred times: decode goes on, and neither memory, descriptors,
-threads nor mappings grow. Workers are threads of this process, each with a transfer engine, memory
-and sockets of its own; `mooncake conformance --processes` replaces real processes.
+"""A prefill worker is replaced a hundred times, or given up in the middle of a request: decode goes
+on, and neither memory, descriptors, threads nor mappings grow. Workers are threads of this process,
+each with a transfer engine, memory and sockets of its own; `mooncake conformance --processes`
+replaces real processes.
 """
 
 from __future__ import annotations
@@ -32,11 +33,17 @@ would be left, are three times as much.
 
 
 def all_up(world: LocalWorld) -> bool:
-    return all(worker.state == "up" for worker in world.gateway_process.status().workers)
+    workers = world.gateway_process.status().workers
+    return len(workers) == 3 and all(worker.state == "up" for worker in workers)
 
 
-@pytest.mark.parametrize("protocol", ["shm", "tcp"])
-def test_a_hundred_replacements_leave_nothing(protocol: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("protocol", "given_up"), [("shm", False), ("tcp", False), ("shm", True), ("tcp", True)]
+)
+def test_a_hundred_replacements_leave_nothing(
+    protocol: str, given_up: bool, tmp_path: Path
+) -> None:
+    """`given_up`: it comes back by itself, once it hears that the cluster has given it up."""
     model = str(write_config_only(tmp_path / "hash-model", max_position_embeddings=1024))
     found: list[tuple[Use, int]] = []
 
@@ -53,19 +60,22 @@ def test_a_hundred_replacements_leave_nothing(protocol: str, tmp_path: Path) -> 
         async with world, asyncio.timeout(240):
             for number in range(NUM_REPLACEMENTS):
                 asked = request(number, [number % NUM_PROMPTS, *range(120)], 4)
-                tokens, final = await world.generate(asked)
+                answer = asyncio.create_task(world.generate(asked))
+                if given_up:
+                    await asyncio.sleep(0)  # it is asked first
+                    world.gateway_process.worker_lost("prefill-0")
+                tokens, final = await answer
                 assert final.reason is FinishReason.LENGTH
                 assert tokens == expected_output(world.layout, asked, max_model_len=512)
-                await asyncio.to_thread(world.cluster.kill, "prefill-0")
-                await asyncio.to_thread(world.cluster.start, [prefill])
-                await world.until(
-                    lambda: all(
-                        each.state == "up" for each in world.gateway_process.status().workers
-                    )
-                )
+                if not given_up:
+                    await asyncio.to_thread(world.cluster.kill, "prefill-0")
+                    await asyncio.to_thread(world.cluster.start, [prefill])
+                await world.until(lambda: all_up(world))
                 if number in (NUM_WARM, NUM_REPLACEMENTS - 1):
                     await world.settle()
                     found.append(await use())
+            num_lost = world.gateway_process.status().counters["workers_lost"]
+            assert num_lost == NUM_REPLACEMENTS
             leak_would_be = NUM_PAGES * world.layout.block_bytes * (NUM_REPLACEMENTS - NUM_WARM)
             assert leak_would_be > 3 * SPARE_BYTES
 
