@@ -286,7 +286,7 @@ class AcceptingSide:
                     "run the same release on all workers"
                 )
             if len(message.nonce) != NONCE_BYTES or len(message.fenced) > MAX_FENCED:
-                return self._refuse("malformed hello")
+                return self._refuse("the hello is malformed")
             credentials = self._credentials
             self._client = _peer(
                 message.certificate, credentials.credential, self._roles, credentials.unix_time()

@@ -129,5 +129,5 @@ def test_every_weight_is_trained() -> None:
 def test_what_cannot_be_trained_is_refused() -> None:
     for name in ("uncompressed queries", "tied, halves, two shared"):
         spec = ModelSpec.from_config(truth(name).config.to_dict())
-        with pytest.raises(ConfigError, match="training knows"):
+        with pytest.raises(ConfigError, match="training supports"):
             TrainedK2(spec, 0)

@@ -71,7 +71,7 @@ def test_weights_may_be_away_where_none_are_read_but_never_wrong(folder: Path) -
     ("text", "problem"),
     [
         ("", "lists no file"),
-        ("abc  file", "line 1 of .* is no digest and path"),
+        ("abc  file", "line 1 of .* is not a digest and a path"),
         (f"{'0' * 64}  /etc/passwd", "line 1"),
         (f"\n{'0' * 64}  ../x", "line 2"),
         (f"{'0' * 63}g  x", "line 1"),
