@@ -194,7 +194,7 @@ soak-changes: $(STAMP)
 	MOONCAKE_CHANGES=1 $(BIN)/pytest -q -s tests/integration/hosts/test_changes.py
 
 # Each process killed again and again (as root): what looks after engines, of `mooncake serve` and where Ray has placed
-# them but for Ray's actors, and each process of a cluster without Ray. No other engine may load its weights again. make soak-nodes KILLS=20
+# them, and each process of a cluster without Ray. No other engine may load its weights again. make soak-nodes KILLS=20
 soak-nodes: KILLS = 20
 soak-nodes: $(STAMP)
 	MOONCAKE_NUM_KILLS=$(KILLS) $(BIN)/pytest -q tests/integration/serve/test_adoption.py tests/integration/hosts/test_ray_nodes.py \

@@ -13,7 +13,7 @@ import pytest
 
 import mooncake
 from tests.support.hosts.hosts import hosts
-from tests.support.hosts.placed import END_S, GCS, NODE, RAYLET, UP, WORKERS, Placed
+from tests.support.hosts.placed import ACTOR, END_S, GCS, NODE, RAYLET, UP, WORKERS, Placed
 from tests.support.serve.server_process import nano_checkpoint
 
 NUM_KILLS = int(os.environ.get("MOONCAKE_NUM_KILLS", "0"))
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 FIRST = [(GCS, False), (NODE, False), (UP, True)]
-KILLS = [*FIRST, (RAYLET, False), (UP, False)]
+KILLS = [*FIRST, (ACTOR, False), (RAYLET, False), (UP, False)]
 """What is killed on Ray's head, and whether it comes back only once the other machine is that. Of
 Ray's two processes one is among the first: either's end is the end of its node.
 """
@@ -61,12 +61,16 @@ def test_engines_outlive_all_that_looks_after_them(tmp_path: Path) -> None:
                 args=(asking, other),
             )
             thread.start()
-            cluster.kill(head, pattern)
+            if pattern == ACTOR:
+                cluster.kill_actors(head)
+            else:
+                cluster.kill(head, pattern)
             if moves:
                 cluster.programs[other.name].wait_for("this machine is the head of Ray", END_S)
             if pattern == UP:
                 cluster.type_up(head)
-            cluster.await_watched(num_watched + 1)
+            if pattern != ACTOR:  # whoever looks after them all is still the same
+                cluster.await_watched(num_watched + 1)
             assert cluster.head() is other or not moves
             thread.join()
             assert asking.result(0) == alone, pattern

@@ -18,9 +18,9 @@ from tests.support.waiting import wait_until
 WORKERS = {"prefill": 1, "decode": 2}
 """What Ray places."""
 WORKER, GCS, RAYLET = "[w]orker_program", "[g]cs/gcs_server", "[r]aylet/raylet"
-NODE, UP = "[-]-ray-node", "[u]p k2.yaml$"
+NODE, UP, ACTOR = "[-]-ray-node", "[u]p k2.yaml$", "[r]ay::WorkerActor"
 """What pgrep finds processes by: a worker; and of what looks after workers Ray's two, the one that
-starts these, and `mooncake up`.
+starts these, `mooncake up`, and the actors.
 """
 END_S = 400.0
 ASK = """
@@ -69,6 +69,26 @@ class Placed(DescribedCluster):
 
     def workers(self) -> dict[str, set[str]]:
         return {each.name: self.pids(each, WORKER) for each in self.machines}
+
+    def kill_actors(self, host: Host) -> None:
+        """Kill what looks after the workers of a machine, and wait until others do."""
+        killed, wanted = self.pids(host, ACTOR), self._num_attended(host)
+        assert len(killed) == wanted > 0
+        host.check("kill", "-9", *killed)
+
+        def are_back() -> bool:
+            others = self.pids(host, ACTOR) - killed
+            return len(others) == self._num_attended(host) == wanted
+
+        wait_until(are_back, "actors that look after the workers again", END_S)
+
+    def _num_attended(self, host: Host) -> int:
+        """Return how many workers of a machine have a connection of what looks after them."""
+        sockets = [line.split() for line in host.check("cat", "/proc/net/unix").splitlines()]
+        return sum(
+            (kind, state) == ("0005", "03") and "/worker-" in place
+            for _, _, _, _, kind, state, _, place in filter(lambda each: len(each) == 8, sockets)
+        )
 
     def head(self) -> Host:
         """Return the machine that is Ray's head, once there is one alone."""
