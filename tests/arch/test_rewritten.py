@@ -23,8 +23,9 @@ def test_pytest_runs_the_code_that_is_kept(tmp_path: Path) -> None:
     kept.write_bytes(code.replace(b"test_one", b"test_two"))
     assert code != kept.read_bytes()
     words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
     ran = subprocess.run(
-        [*words, str(file)], cwd=tmp_path, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        [*words, str(file)], cwd=tmp_path, env=environ,
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert "test_two - assert 1 == 2" in ran.stdout, "the kept code, with its asserts rewritten"
