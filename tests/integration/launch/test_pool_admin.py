@@ -214,7 +214,7 @@ def test_a_server_at_a_wrong_url_does_not_learn_the_secret() -> None:
 
 
 def _locate_at(port: int) -> None:
-    with pytest.raises(MooncakeError, match="no pool node of this version"):
+    with pytest.raises(MooncakeError, match="not a pool node of this version"):
         locate(f"http://127.0.0.1:{port}", SECRET)
 
 
