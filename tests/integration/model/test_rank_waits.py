@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cuda.mutants import TAKEN_OUT
+from tests.support.examples import tries_all
 
 TESTS = Path(__file__).parents[2] / "unit/model/running/test_followers.py"
 _RUNNER, _FOLLOWER, _LEAD = (
@@ -41,6 +42,7 @@ MISSED = {
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not tries_all(), reason="make test-all takes these waits out")
 @pytest.mark.parametrize(
     ("test", "waits"), [(test, waits) for test, each in MISSED.items() for waits in each]
 )
