@@ -91,7 +91,7 @@ class JobMachine(RuleBasedStateMachine):
 
     @rule()
     def poll(self) -> None:
-        for done in self.book.poll():
+        for done in self.book.done.receive():
             assert done.batch_id not in self.ended, "it ended twice"
             self.ended[done.batch_id] = done.error
             assert done.error == self.error[done.batch_id]
@@ -111,9 +111,9 @@ class JobMachine(RuleBasedStateMachine):
             while self.in_hand[job.batch_id]:
                 self.in_hand[job.batch_id] -= 1
                 job.give_back()
-        ended = {done.batch_id for done in self.book.poll()} | set(self.ended)
+        ended = {done.batch_id for done in self.book.done.receive()} | set(self.ended)
         assert ended == {job.batch_id for job in self.jobs}
-        self.book.close()
+        self.book.done.close()
 
 
 TestJobs = JobMachine.TestCase

@@ -44,7 +44,7 @@ def test_advice_is_renewed_every_check_and_shown() -> None:
     assert [each.role for each in shown] == [Role.PREFILL, Role.DECODE]
     assert isinstance(shown[0], ReplicaStatus)
     assert (shown[0].now, shown[0].wanted) == (1, wanted(harness)[Role.PREFILL])
-    assert "work of prompts" in shown[0].why
+    assert "replicas busy" in shown[0].why
     told = [each for each in harness.events.events if isinstance(each, ReplicasWanted)]
     assert len(told) in (12, 14), "every ten seconds, for both roles"
     assert told[-2].wanted == wanted(harness)[Role.PREFILL]

@@ -266,11 +266,14 @@ class TestDamage:
             ({"format": "mooncake-weights-2"}, "does not say how weights are encrypted"),
             ({"chunk_bytes": 0}, "does not say how weights are encrypted"),
             ({"files": {}}, "does not say how weights are encrypted"),
-            ({"files": {"../x.safetensors": {"num_bytes": 1, "digest": 64 * "0"}}}, "is no file"),
-            ({"files": {"x.safetensors": {"num_bytes": -1, "digest": 64 * "0"}}}, "is no file"),
+            (
+                {"files": {"../x.safetensors": {"num_bytes": 1, "digest": 64 * "0"}}},
+                "is not a file",
+            ),
+            ({"files": {"x.safetensors": {"num_bytes": -1, "digest": 64 * "0"}}}, "is not a file"),
             (
                 {"files": {f"{'x' * 5000}.safetensors": {"num_bytes": 1, "digest": 64 * "0"}}},
-                "is no file",
+                "is not a file",
             ),
             ({"more": 1}, "unknown field"),
         ],
