@@ -27,7 +27,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
 ]
 
-NUM_INPUTS = examples(250)
+NUM_INPUTS = max(80, examples(250))
+"""Of fewer, none may take a new way."""
 
 
 @pytest.fixture(autouse=True)
