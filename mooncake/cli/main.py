@@ -68,9 +68,10 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 def program() -> NoReturn:
     """Run the command line of this process and end the process."""
-    if _COMPUTES.search(" ".join(sys.argv)):  # else the command does so, once settings are known
+    words = sys.argv[1:]
+    if words[:1] == ["serve"] and _COMPUTES.search(" ".join(words)):  # else `serve` does so later
         environment.restart_with(environment.variables())
-    code = run(sys.argv[1:])
+    code = run(words)
     if any(thread.daemon for thread in threading.enumerate()):
         # A thread that still imports torch, or runs in it, would abort the interpreter's end.
         sys.stderr.flush()

@@ -151,7 +151,7 @@ class Sequence:
 
     @property
     def num_unplanned(self) -> int:
-        """How many of these no step in flight computes. It is 0 if the last one samples."""
+        """How many of these no step in flight computes. If it is 0, the last step samples."""
         return self.num_missing - self.num_in_flight
 
     @property

@@ -267,9 +267,8 @@ class KimiK2:
         after_write: Callable[[int], None] | None = None,
         read: ReadStates | None = None,
     ) -> torch.Tensor:
-        """Return what this stage makes of the `states` that it got, which may be overwritten, or
-        None if it is the first one. Exchanges nothing with other stages. The rest is that of
-        `forward`.
+        """Return what this stage makes of the `states` that it got, which may be overwritten. The
+        first stage gets None. Exchanges nothing with other stages. The rest is that of `forward`.
         """
         stage = self.stage
         x = self.embedded(inputs.tokens) if states is None else states

@@ -260,8 +260,8 @@ class OutputBuilder:
         speller: LogprobSpeller,
         message: Callable[[Delta], ChatText] | None,
     ) -> None:
-        """`message` returns the message of a chat, given the whole answer, or None if this is not a
-        chat.
+        """`message` returns the message of a chat, given the whole answer. It is None if this is
+        not a chat.
         """
         self.call = call
         self._request = request

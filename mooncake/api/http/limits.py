@@ -141,8 +141,8 @@ class Shares:
         self._held: dict[str | None, int] = {}
 
     def take(self, holder: str | None, amount: int) -> bool:
-        """Take `amount` for a key. Return None if keys are not needed: then all requests count as
-        one client's. Return whether there was enough; otherwise nothing is taken.
+        """Take `amount` for a key. `holder` is None if keys are not needed: then all requests count
+        as one client's. Return whether there was enough; otherwise nothing is taken.
         """
         own = self._held.get(holder, 0)
         left = self._limit - (self.num_held - own)

@@ -323,7 +323,7 @@ class _FileDisk:
             )  # fmt: skip
 
     def _existing_headers(self) -> Iterator[tuple[int, memoryview | None]]:
-        """Yield (slot, its header) of every file, or None if it cannot be read."""
+        """Yield each slot of every file, and its header, which is None if it cannot be read."""
         for slots in self.files.existing_slots():
             for first in slots[::SCAN_PAGES]:
                 run = range(first, min(first + SCAN_PAGES, slots.stop))
@@ -383,7 +383,7 @@ class _FileDisk:
         self, blocks: list[DiskBlock], work: Callable[[list[DiskBlock]], list[int | None]]
     ) -> Ended:
         """Call `work` on runs of blocks whose slots are neighbours in one file, whatever their
-        order here. It returns checksums, or None if the block has wrong contents.
+        order here. It returns a checksum for each block, None for one that has wrong contents.
         """
         order = sorted(range(len(blocks)), key=lambda index: blocks[index].slot)
         outcomes, checksums = [Outcome.FAILED] * len(blocks), [0] * len(blocks)

@@ -406,8 +406,8 @@ def _memories(
 
 
 def _kvstore(config: ServeConfig, layout: KvLayout | None) -> KvStoreConfig:
-    """Return the settings of pool nodes, which are to hold blocks of `layout`, or None if there are
-    no pool nodes.
+    """Return the settings of pool nodes, which are to hold blocks of `layout`. There are no pool
+    nodes if that is None.
 
     Raises:
         ConfigError: DRAM holds no block, or there are disks or a bucket and no pool node.

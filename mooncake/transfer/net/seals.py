@@ -67,7 +67,8 @@ class Seals:
         self, sealed: bytes | memoryview, num_readable: int | None = None
     ) -> bytes | memoryview:
         """Return what was sealed, of which the first `num_readable` bytes are the message and the
-        others the secret. Return None if all is message. Raises ProtocolError when it was altered.
+        others the secret. All of it is the message if `num_readable` is None. Raises
+        ProtocolError when it was altered.
         """
         if self._gcm is None:
             return sealed

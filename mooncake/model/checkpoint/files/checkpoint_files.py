@@ -94,8 +94,8 @@ class CheckpointFiles:
         reads_weights: bool = True,
         lent: LentFiles | None = None,
     ) -> CheckpointFiles:
-        """Open the directory `path`. Only weights that one of the `keys` decrypts are accepted if
-        there are any.
+        """Open the directory `path`. If there are `keys`, only weights that one of them decrypts
+        are accepted.
 
         lent: weights to use in place of those in the directory.
         reads_weights: if false, the checkpoint's statement about its weights is believed. They may
