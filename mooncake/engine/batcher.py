@@ -261,8 +261,8 @@ class Batcher:
 
     def _prompt_time(self, sequence: Sequence, batch: Batch) -> PromptTime | None:
         """Return what the step's streams leave for prompts, or None if the sequence is not limited
-        by it. In a pipeline, streams that wait behind the step count too. A target limits nobody
-        where flows meet, because a prompt of one must not wait for the streams of another.
+        by it. In a pipeline, streams that wait behind the step count too. A target limits no
+        sequence where flows meet, because a prompt of one must not wait for the streams of another.
         """
         if sequence.num_missing == 1 or not (batch.streams or batch.num_running_streams):
             return None

@@ -24,7 +24,7 @@ from mooncake.instance.instance import Instance
 from mooncake.instance.job_table import JobT, JobTable, JobTrace
 from mooncake.instance.reuse import PrefixReuse
 
-GIVEN_UP = "its worker was given up by the cluster"
+GIVEN_UP = "the cluster has given its worker up"
 
 
 class RoleWorker(ABC, Generic[JobT]):

@@ -16,9 +16,10 @@ from mooncake.engine.expert_placement import EplbConfig
 from mooncake.model.expert_balancing import ExpertBalancer
 from mooncake.model.inputs import PrefersAbsorbed, Queries, StepInputs
 from mooncake.model.kv_tensors import KvTensors
+from mooncake.model.layers.linear import GatedMlp, Product
 from mooncake.model.layers.mla import Mla
 from mooncake.model.layers.moe import ExpertSlots, Moe
-from mooncake.model.layers.rows import Embedding, GatedMlp, Head, Product, RmsNorm, Rope
+from mooncake.model.layers.rows import Embedding, Head, RmsNorm, Rope
 from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.group import Group
 from mooncake.model.parallel.stages import Stage

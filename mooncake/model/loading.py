@@ -27,20 +27,17 @@ from mooncake.model.checkpoint.tensor_cuts import (
 )
 from mooncake.model.copies import Copies
 from mooncake.model.kimi_k2 import KimiK2, Layer, MtpLayer, Output
-from mooncake.model.layers.mla import LATENT_NORM_EPS, Mla, MlaWeights, absorbed_is_cheaper
-from mooncake.model.layers.moe import HostExperts, Moe, MoeWeights, slots_of
-from mooncake.model.layers.rows import (
-    Embedding,
+from mooncake.model.layers.linear import (
     Fp8Linear,
     GatedMlp,
-    Head,
     Linear,
     Product,
-    RmsNorm,
-    Rope,
     SlabbedProduct,
     SummedProduct,
 )
+from mooncake.model.layers.mla import LATENT_NORM_EPS, Mla, MlaWeights, absorbed_is_cheaper
+from mooncake.model.layers.moe import HostExperts, Moe, MoeWeights, slots_of
+from mooncake.model.layers.rows import Embedding, Head, RmsNorm, Rope
 from mooncake.model.parallel.exchange import ExpertRanks
 from mooncake.model.parallel.group import Group, Solo
 from mooncake.model.parallel.stages import Stage

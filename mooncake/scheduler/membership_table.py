@@ -163,8 +163,8 @@ class MembershipTable:
 
     def foreign(self, hello: WorkerHello) -> str | None:
         """Return the members with whom a worker cannot work, because they understand no common
-        version of the protocol. Return None if it can work with all. Pool clients that are members
-        keep nobody out.
+        version of the protocol. Return None if it can work with all. Pool clients among the
+        members do not count.
         """
         present = {"this gateway": OWN_RELEASE}
         present |= {

@@ -15,8 +15,8 @@ from mooncake.base import ModelSpec
 from mooncake.model.backends import Backends, SideStream
 from mooncake.model.compiling import META
 from mooncake.model.device.cuda import CudaGraphs, CudaSide
+from mooncake.model.layers.linear import GatedMlp, Linear
 from mooncake.model.layers.moe import BESIDE_ROWS, Moe, MoeWeights
-from mooncake.model.layers.rows import GatedMlp, Linear
 from tests.support.kernels.step_launches import launches
 from tests.support.model.side_streams import FakeStreams
 from tests.support.model.tiny_models import source_of, truth

@@ -135,7 +135,7 @@ def schema_rule(
         schema = {}
     if not isinstance(schema, dict):
         raise InvalidRequest(
-            f"{param}: the schema is not an object; give a JSON schema, which is one",
+            f"{param}: a JSON schema must be an object",
             param=param,
         )
     try:

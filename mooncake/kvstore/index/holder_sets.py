@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from mooncake.base import BlockKey
 from mooncake.base.blocks import KEY_BYTES
-from mooncake.kvstore.index.key_table import Ints, KeyFilter, Numbers, Words, words_of
+from mooncake.kvstore.index.key_buckets import Ints, Numbers, Words
+from mooncake.kvstore.index.key_table import KeyFilter, words_of
 
 
 class HolderSets:

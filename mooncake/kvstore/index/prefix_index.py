@@ -19,7 +19,8 @@ import numpy as np
 
 from mooncake.base import BlockEvents, BlockKey, Tier, WorkerRef
 from mooncake.kvstore.index.holder_sets import HolderSets, RecentChanges, RemovedKeys
-from mooncake.kvstore.index.key_table import Ints, KeyTable, Numbers, words_of
+from mooncake.kvstore.index.key_buckets import Ints, Numbers
+from mooncake.kvstore.index.key_table import KeyTable, words_of
 
 LOOK_FIRST = 128
 """Keys looked up before the rest. For most new prompts no worker has even these."""

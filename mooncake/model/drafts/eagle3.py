@@ -39,7 +39,8 @@ from mooncake.model.drafts.eagle3_attention import (
 )
 from mooncake.model.drafts.model_drafts import last_rows
 from mooncake.model.kimi_k2 import KimiK2
-from mooncake.model.layers.rows import GatedMlp, Linear, RmsNorm
+from mooncake.model.layers.linear import GatedMlp, Linear
+from mooncake.model.layers.rows import RmsNorm
 
 _TOKENS = 0
 

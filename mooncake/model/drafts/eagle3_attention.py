@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from mooncake.model.backends import Backends
 from mooncake.model.checkpoint.eagle3 import GroupedHeads, LatentHeads
-from mooncake.model.layers.rows import Linear, RmsNorm, Rope
+from mooncake.model.layers.linear import Linear
+from mooncake.model.layers.rows import RmsNorm, Rope
 
 Part = tuple[torch.Tensor, torch.Tensor | None]
 """What some rows may attend to, [rows, count, kv_width], and which of it they do, bool

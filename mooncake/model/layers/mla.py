@@ -23,7 +23,8 @@ from mooncake.base import ModelSpec
 from mooncake.model.backends import Backends
 from mooncake.model.inputs import PrefersAbsorbed, Queries
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.rows import Fp8Linear, Linear, Product, RmsNorm, Rope, SummedProduct
+from mooncake.model.layers.linear import Fp8Linear, Linear, Product, SummedProduct
+from mooncake.model.layers.rows import RmsNorm, Rope
 from mooncake.model.parallel.group import Group
 
 LATENT_NORM_EPS = 1e-6

@@ -19,7 +19,7 @@ from mooncake.base import ModelSpec
 from mooncake.engine.expert_placement import Placement, first_placement
 from mooncake.model.backends import Backends
 from mooncake.model.copies import Arriving, Copies
-from mooncake.model.layers.rows import GatedMlp
+from mooncake.model.layers.linear import GatedMlp
 from mooncake.model.parallel.exchange import NOBODY, ExpertRanks, Rows
 from mooncake.model.parallel.group import Group, Solo
 

@@ -44,7 +44,6 @@ from mooncake.scheduler.placement.admission import (
 from mooncake.scheduler.placement.booking_table import BookingTable
 from mooncake.scheduler.placement.choice_replay import ChoiceFacts
 from mooncake.scheduler.placement.fleet_choice import FleetSearch
-from mooncake.scheduler.placement.forecast import planned_ttft_s
 from mooncake.scheduler.placement.pair_choice import COLUMNS_FROM, Pair, PairChoice, PairQuery
 from mooncake.scheduler.placement.pools import (
     HOT_BLOCKS,
@@ -53,6 +52,7 @@ from mooncake.scheduler.placement.pools import (
     PoolSources,
     Replication,
 )
+from mooncake.scheduler.placement.step_outlook import planned_ttft_s
 from mooncake.scheduler.placement.views import Fleet, InstanceView
 from mooncake.scheduler.placement.worker_choice import (
     DecodeOption,

@@ -60,9 +60,10 @@ from mooncake.scheduler.placement.admission import (
 from mooncake.scheduler.placement.block_feed import BlockFeed
 from mooncake.scheduler.placement.conductor import Conductor
 from mooncake.scheduler.requests.attempt_tracker import AttemptTracker, GatewayPorts
+from mooncake.scheduler.requests.output_delivery import Deadlines, OutputDelivery
 from mooncake.scheduler.requests.permits import AdmissionPermits, PendingQueue
 from mooncake.scheduler.requests.read_ahead import ReadAhead
-from mooncake.scheduler.requests.record import Deadlines, OutputDelivery, RequestRecord
+from mooncake.scheduler.requests.record import RequestRecord
 from mooncake.scheduler.scaling.policy import DemandMeter
 from mooncake.telemetry.events import (
     Accepted,

@@ -20,8 +20,9 @@ from mooncake.transfer.net.io_loop import Timer
 from mooncake.transfer.net.retries import Breaker, RetryQueue
 from mooncake.transfer.net.session import ClientSession, SessionState
 from mooncake.transfer.rdma import wire
-from mooncake.transfer.rdma.endpoint import Endpoint, EndpointState, Path, PeerPaths, Posted
+from mooncake.transfer.rdma.endpoint import Endpoint, EndpointState, Path, Posted
 from mooncake.transfer.rdma.nic import Completion, Outcome, WorkRequest
+from mooncake.transfer.rdma.paths import PeerPaths
 from mooncake.transfer.regions import RangeRefused
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from mooncake.model.checkpoint.making.convert import convert_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.kimi_k2 import KimiK2
 from mooncake.model.kv_tensors import KvTensors
-from mooncake.model.layers.rows import Fp8Linear
+from mooncake.model.layers.linear import Fp8Linear
 from mooncake.model.loading import WeightSource, load_model
 from tests.support.model.ranks import ThreadRanks
 from tests.support.model.tiny_models import CPU, forward, random_tokens, slot, source_of, truth

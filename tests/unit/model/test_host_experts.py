@@ -18,8 +18,8 @@ from mooncake.model.checkpoint.making.convert import convert_checkpoint
 from mooncake.model.checkpoint.making.presets import init_checkpoint
 from mooncake.model.checkpoint.weights import Checkpoint
 from mooncake.model.kimi_k2 import KimiK2
+from mooncake.model.layers.linear import GatedMlp
 from mooncake.model.layers.moe import HostExperts
-from mooncake.model.layers.rows import GatedMlp
 from mooncake.model.loading import load_model
 from mooncake.model.opening import ModelSource
 from mooncake.model.options import ModelOptions

@@ -8,7 +8,7 @@ import pytest
 import torch
 from mooncake_kernels.onednn import linear as onednn
 
-from mooncake.model.layers.rows import Linear, SummedProduct
+from mooncake.model.layers.linear import Linear, SummedProduct
 from mooncake.model.parallel.group import Solo
 from mooncake.model.warm_up import Limits, warm_up
 from tests.support.model.specs import small_spec

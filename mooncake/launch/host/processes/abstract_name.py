@@ -21,8 +21,8 @@ def credentials_of(sock: socket.socket) -> tuple[int, int]:
 
 
 def foreign_holder(address: str, kind: socket.SocketKind) -> str | None:
-    """Return, in words, who holds an address if that is not a process of this user. Return None if
-    it is one, or nobody holds the address any more.
+    """Return, in words, which process of another user holds an address. Return None if a process of
+    this user holds it, or none does any more.
     """
     with socket.socket(socket.AF_UNIX, kind) as sock:
         sock.settimeout(_ANSWER_S)

@@ -12,8 +12,8 @@ class EndSignals:
     """Counts the signals that ask this process to end.
 
     A process that gets SIGTERM when its parent ends (PR_SET_PDEATHSIG), as those of `mooncake up`,
-    may get it once for each thread of the parent. So a further SIGTERM does not
-    ask it to hurry: `mooncake up` sends SIGINT for that.
+    may get it once for each thread of the parent. So a further SIGTERM does not ask it to hurry:
+    `mooncake up` sends SIGINT for that.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class EndSignals:
         """Whether there was one."""
 
     def hurries(self, number: int) -> bool:
-        """Count a signal. Return whether somebody asks again, and so does not want to wait."""
+        """Count a signal. Return whether it asks this process again, and so to hurry."""
         is_first, self.has_come = not self.has_come, True
         return not is_first and not (self._may_repeat and number == signal.SIGTERM)
 

@@ -87,8 +87,8 @@ class RequestVerifier:
         return f"{at_s}-{hmac.new(self._boot, at_s.encode(), hashlib.sha256).hexdigest()}"
 
     def signer(self, authorization: str, method: str, path: str) -> Certificate | None:
-        """Return who signed the request as an answer to a recent challenge. Return None if nobody
-        of this cluster did, or the signature was used before.
+        """Return who signed the request as an answer to a recent challenge. Return None if no
+        process of this cluster did, or the signature was used before.
         """
         scheme, _, rest = authorization.partition(" ")
         words = rest.split(" ")

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake.base import KeyChain, block_keys
-from mooncake.kvstore.index.key_table import MAX_HOMELESS, Buckets, KeyFilter, KeyTable, words_of
+from mooncake.kvstore.index.key_buckets import Buckets
+from mooncake.kvstore.index.key_table import MAX_HOMELESS, KeyFilter, KeyTable, words_of
 
 HALVES = [0, 1, 2, 1 << 40, 1 << 63, (1 << 64) - 1]
 # Few halves, so that keys share buckets, halves or all but a bit.

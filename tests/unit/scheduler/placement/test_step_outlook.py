@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from mooncake.base import Role
-from mooncake.scheduler.placement.forecast import FEW, MANY, planned_for, planned_ttft_s
+from mooncake.scheduler.placement.step_outlook import FEW, MANY, planned_for, planned_ttft_s
 from mooncake.scheduler.placement.views import Assignment, InstanceView
 from mooncake.scheduler.placement.worker_choice import PrefillOption
 from tests.support.scheduler.scheduling import hello

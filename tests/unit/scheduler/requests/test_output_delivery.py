@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from mooncake.base import FinishReason, OutputEvent, RequestOutput, Role
-from mooncake.scheduler.requests.record import MAX_HELD_GAPS
+from mooncake.scheduler.requests.output_delivery import MAX_HELD_GAPS
 from mooncake.telemetry.events import FirstToken
 from tests.support.scheduler.scheduling import Client, Pair, SchedulerHarness, request
 
