@@ -6,6 +6,7 @@ from mooncake.base import PeerLost, RequestTask, StepOutputs
 from mooncake.base.messages import NextLife, WorkerRef
 from mooncake.base.pool_messages import AnyMessage
 from mooncake.decode.worker import DecodeWorker
+from mooncake.instance.role import GIVEN_UP
 from mooncake.sim.world.world import GATEWAY_ADDRESS
 from tests.support.sim.cluster import Cluster, request, specs
 
@@ -43,7 +44,7 @@ def test_it_ends_its_jobs_takes_no_more_and_comes_back_when_its_step_has_ended()
         finish = ends[name]
         assert finish is not None
         assert finish.failure is not None
-        assert "given up" in finish.failure.message
+        assert finish.failure.message == GIVEN_UP
     assert machine.next_life is None, "a step still runs"
     while not machine.instance.engine.idle:
         cluster.run(0.001)

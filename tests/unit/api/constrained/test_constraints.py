@@ -254,7 +254,7 @@ def test_what_nothing_fits_is_refused(schema: dict[str, Any], message: str) -> N
         ({"structured_outputs": {"choice": []}}, "at least one choice"),
         ({"structured_outputs": {"choice": ["a", ""]}}, "none of them empty"),
         ({"structured_outputs": {"json": "{"}}, "not valid JSON"),
-        ({"structured_outputs": {"json": "[1]"}}, "give a JSON schema"),
+        ({"structured_outputs": {"json": "[1]"}}, "a JSON schema must be an object"),
         ({"structured_outputs": {"regex": "(("}}, "structured_outputs: "),
         ({"structured_outputs": {"grammar": "root ::= missing"}}, "missing"),
         ({"structured_outputs": {"grammar": "start: <|im_end|>"}}, "special tokens"),
